@@ -1,0 +1,242 @@
+"""From a prompt of messages and spans to tokens with span boundaries beside them.
+
+Boundaries are never marker tokens: user text cannot open or close a span or a chat turn (DESIGN
+contract 4). Every piece of user text is tokenized alone, with the tokenizer's special tokens
+switched off, so that a span's tokens do not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvspan.engine import PLACEMENTS, SCOPES, Placement, Scope
+from kvspan.errors import UsageError
+from kvspan.query.plan import Message, Prompt, Span
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SEPARATOR = "\n\n"  # between the pieces of one turn, and between messages of a plain template
+PAD_TEXT = "\n"  # spans and anchors are filled up to whole blocks with this text's token
+
+
+@dataclass(frozen=True)
+class SpanLayout:
+    """Tokens of a prompt and the spans among them.
+
+    token_ids: int32 [num_tokens].
+    spans: ([start, end) ...] in tokens, on block boundaries, in order, not overlapping.
+    scope: what span tokens attend to. With "full" there are no spans.
+    Everything before the first span is the anchor. The last token is never inside a span.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    spans: tuple[tuple[int, int], ...]
+    block_size: int
+    scope: Scope = "anchored"
+
+    def __post_init__(self) -> None:
+        if self.scope not in SCOPES:
+            raise UsageError(f"scope: expected one of {', '.join(SCOPES)}; got {self.scope!r}")
+        if self.block_size < 1:
+            raise UsageError(f"block_size: expected at least 1, got {self.block_size}")
+        if self.token_ids.ndim != 1 or self.num_tokens == 0:
+            raise UsageError(f"token_ids: expected [num_tokens >= 1], got {self.token_ids.shape}")
+        if self.spans and self.scope == "full":
+            raise UsageError("spans: scope 'full' has no spans")
+        last = 0
+        for i, (start, end) in enumerate(self.spans):
+            if start % self.block_size or end % self.block_size or not last <= start < end:
+                raise UsageError(
+                    f"spans[{i}]: expected [start, end) on multiples of {self.block_size} after "
+                    f"token {last}, got [{start}, {end})"
+                )
+            last = end
+        if self.spans and last >= self.num_tokens:
+            raise UsageError(
+                f"spans: expected at least one token after the last span, which ends at {last} "
+                f"of {self.num_tokens}"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def anchor_len(self) -> int:
+        """Tokens before the first span; all of them when there is none."""
+        return self.spans[0][0] if self.spans else self.num_tokens
+
+    @property
+    def canonical_start(self) -> int:
+        """Position of a span's first token when its KV is computed."""
+        return self.anchor_len if self.scope == "anchored" else 0
+
+    def segments(self) -> list[tuple[str, int, int]]:
+        """The prompt as ("anchor" | "span" | "text", start, end), in order, without empty ones."""
+        out: list[tuple[str, int, int]] = []
+        last = 0
+        for start, end in self.spans:
+            if start > last:
+                out.append(("text" if out else "anchor", last, start))
+            out.append(("span", start, end))
+            last = end
+        if last < self.num_tokens:
+            out.append(("text" if self.spans else "anchor", last, self.num_tokens))
+        return out
+
+    def positions(self, placement: Placement) -> npt.NDArray[np.int32]:
+        """RoPE position of every token, int32 [num_tokens].
+
+        sequential: 0, 1, 2, ... parallel: every span at its canonical position, the text after
+        the first span continues after the longest span, as if the spans lay side by side.
+        """
+        if placement not in PLACEMENTS:
+            raise UsageError(f"placement: expected one of {PLACEMENTS}; got {placement!r}")
+        positions = np.arange(self.num_tokens, dtype=np.int32)
+        if placement == "sequential" or not self.spans:
+            return positions
+        base = self.canonical_start
+        text_at = max(self.anchor_len, base + max(end - start for start, end in self.spans))
+        for kind, start, end in self.segments():
+            if kind == "span":
+                positions[start:end] = np.arange(base, base + end - start)
+            elif kind == "text":
+                positions[start:end] = np.arange(text_at, text_at + end - start)
+                text_at += end - start
+        return positions
+
+
+@dataclass(frozen=True)
+class _Piece:
+    text: str
+    is_span: bool = False
+    is_template: bool = False  # special tokens in it count
+
+
+class PromptEncoder:
+    """Renders prompts with a tokenizer's own chat template, or a plain one for base models.
+
+    A span is content of the user turn it stands in. Consecutive messages of one role share a turn;
+    pieces of a turn are separated by a blank line. The plain template is the tokenizer's BOS and
+    the texts of all messages, separated by blank lines.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.block_size = block_size
+        self.pad_id = self._encode([_Piece(PAD_TEXT)])[0][-1]
+        probe = list(tokenizer("a").input_ids)
+        bos = tokenizer.bos_token_id
+        self._plain_prefix = [bos] if bos is not None and probe[:1] == [bos] else []
+
+    def encode(self, prompt: Prompt, scope: Scope = "anchored") -> SpanLayout:
+        """Lay out a prompt. Scope "full" gives the ordinary prompt: no spans and no padding."""
+        if self.tokenizer.chat_template:
+            pieces, tokens = self._chat_pieces(_turns(prompt)), []
+        else:
+            pieces = _join([piece for _, turn in _turns(prompt) for piece in turn])
+            tokens = list(self._plain_prefix)
+        spans: list[tuple[int, int]] = []
+        in_spans = scope != "full"
+        for piece, ids in zip(pieces, self._encode(pieces), strict=True):
+            if piece.is_span and in_spans and ids:
+                self._pad(tokens)
+                start = len(tokens)
+                tokens += ids
+                self._pad(tokens)
+                spans.append((start, len(tokens)))
+            else:
+                tokens += ids
+        if not tokens:
+            raise UsageError("prompt: expected at least one token, got an empty prompt")
+        if spans and spans[-1][1] == len(tokens):
+            tokens.append(self.pad_id)  # the answer is predicted from a token that sees all spans
+        ids32 = np.asarray(tokens, dtype=np.int32)
+        return SpanLayout(ids32, tuple(spans), self.block_size, scope)
+
+    def _pad(self, tokens: list[int]) -> None:
+        tokens += [self.pad_id] * (-len(tokens) % self.block_size)
+
+    def _encode(self, pieces: Sequence[_Piece]) -> list[list[int]]:
+        """Token ids of each piece, tokenized alone."""
+        out: list[list[int]] = [[] for _ in pieces]
+        for is_template in (True, False):
+            rows = [i for i, p in enumerate(pieces) if p.is_template == is_template and p.text]
+            if not rows:
+                continue
+            texts = [pieces[i].text for i in rows]
+            encoded = self.tokenizer(
+                texts,
+                add_special_tokens=False,
+                split_special_tokens=not is_template,
+                verbose=False,
+            )
+            for i, ids in zip(rows, encoded.input_ids, strict=True):
+                out[i] = list(ids)
+        return out
+
+    def _chat_pieces(self, turns: list[tuple[str, list[_Piece]]]) -> list[_Piece]:
+        """The chat template's own text around the turns' contents, which it never gets to see."""
+        text = "".join(p.text for _, turn in turns for p in turn)
+        mark = next(m for n in itertools.count() if (m := f"kvspan{n}content") not in text)
+        messages = [{"role": role, "content": f"{mark}{i}end"} for i, (role, _) in enumerate(turns)]
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as e:  # whatever the template's own raise_exception makes of it
+            roles = ", ".join(role for role, _ in turns)
+            raise UsageError(f"the model's chat template refuses turns ({roles}): {e}") from None
+        out: list[_Piece] = []
+        rest = str(rendered)
+        for message, (_, turn) in zip(messages, turns, strict=True):
+            before, found, rest = rest.partition(message["content"])
+            if not found:
+                raise UsageError(
+                    f"the model's chat template drops or reorders the {message['role']} message"
+                )
+            out += [_Piece(before, is_template=True), *_join(turn)]
+        return [*out, _Piece(rest, is_template=True)]
+
+
+def _turns(prompt: Prompt) -> list[tuple[str, list[_Piece]]]:
+    turns: list[tuple[str, list[_Piece]]] = []
+    for item in prompt:
+        role = "user" if isinstance(item, Span) else item.role
+        if not turns or turns[-1][0] != role:
+            turns.append((role, []))
+        turns[-1][1].append(_Piece(_text(item), is_span=isinstance(item, Span)))
+    return turns
+
+
+def _text(item: Message | Span) -> str:
+    if isinstance(item, Message):
+        return item.text
+    return SEPARATOR.join(message.text for message in item.messages)
+
+
+def _join(pieces: Iterable[_Piece]) -> list[_Piece]:
+    """Separators belong to the piece before them; a span always has its own."""
+    out = list(pieces)
+    for i, piece in enumerate(out):
+        if piece.is_span or i + 1 < len(out):
+            out[i] = _Piece(piece.text + SEPARATOR, is_span=piece.is_span)
+    return out
+
+
+def layout_from_tokens(
+    token_ids: Any, spans: Sequence[tuple[int, int]], block_size: int, scope: Scope = "anchored"
+) -> SpanLayout:
+    """A layout from tokens the caller made: any integer sequence, spans on block boundaries."""
+    ids = np.asarray(token_ids)
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise UsageError(f"token_ids: expected integers, got {ids.dtype}")
+    pairs = tuple((int(start), int(end)) for start, end in spans)
+    return SpanLayout(ids.astype(np.int32), pairs, block_size, scope)
