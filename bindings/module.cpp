@@ -1,12 +1,128 @@
-// kvspan._core: def lines and the exception map only.
+// kvspan._core: def lines and the exception map only. kvspan.ops documents the functions.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "kvspan/block_copy.h"
+#include "kvspan/block_hash.h"
+#include "kvspan/block_moves.h"
 #include "kvspan/check.h"
+#include "kvspan/device.h"
+#include "kvspan/rerope.h"
+#include "kvspan/vector_isa.h"
+#include "tensor_caster.h"
 
 namespace py = pybind11;
+using kvspan::bindings::BorrowedTensor;
+
+namespace {
+
+py::bytes to_bytes(const kvspan::Digest& digest) {
+  return {reinterpret_cast<const char*>(digest.data()), digest.size()};
+}
+
+kvspan::Digest to_digest(std::string_view bytes, const char* name) {
+  kvspan::Digest digest;
+  KVSPAN_CHECK_ARG(bytes.size() == digest.size(), name, ": expected ", digest.size(),
+                   " bytes, got ", bytes.size());
+  std::copy(bytes.begin(), bytes.end(), digest.begin());
+  return digest;
+}
+
+py::array_t<std::uint8_t> extend(kvspan::BlockChain& chain, py::handle token_ids,
+                                 const std::vector<kvspan::SpanRange>& spans) {
+  const BorrowedTensor tokens(token_ids, "token_ids");
+  const auto& view = tokens.view();
+  const std::int64_t num_keys = chain.num_new_blocks(view.ndim == 1 ? view.shape[0] : 0);
+  py::array_t<std::uint8_t> keys({num_keys, std::int64_t{32}});
+  const std::span<std::uint8_t> out{keys.mutable_data(), static_cast<std::size_t>(keys.size())};
+  const py::gil_scoped_release release;
+  chain.extend(view, spans, out);
+  return keys;
+}
+
+py::list plan_moves(py::handle src_blocks, py::handle dst_blocks, py::handle deltas,
+                    py::handle scratch_blocks) {
+  const BorrowedTensor src(src_blocks, "src_blocks");
+  const BorrowedTensor dst(dst_blocks, "dst_blocks");
+  const BorrowedTensor delta(deltas, "deltas");
+  const BorrowedTensor scratch(scratch_blocks, "scratch_blocks");
+  const kvspan::MovePlan plan = [&] {
+    const py::gil_scoped_release release;
+    return kvspan::plan_moves(
+        int64_elements(src.view(), "src_blocks"), int64_elements(dst.view(), "dst_blocks"),
+        int64_elements(delta.view(), "deltas"), int64_elements(scratch.view(), "scratch_blocks"));
+  }();
+  const auto slice = [&](const std::vector<std::int64_t>& all, std::int64_t batch) {
+    const std::int64_t begin = plan.batch_offsets[batch];
+    return py::array_t<std::int64_t>(plan.batch_offsets[batch + 1] - begin, all.data() + begin);
+  };
+  py::list batches;
+  for (std::int64_t b = 0; b < plan.num_batches(); ++b) {
+    batches.append(py::make_tuple(slice(plan.src_blocks, b), slice(plan.dst_blocks, b),
+                                  slice(plan.deltas, b)));
+  }
+  return batches;
+}
+
+void rerope(py::handle k_src, py::handle k_dst, py::handle src_blocks, py::handle dst_blocks,
+            py::handle deltas, py::handle inv_freq, bool is_neox, int num_threads,
+            std::uintptr_t stream, std::string_view isa) {
+  const BorrowedTensor source(k_src, "k_src");
+  const BorrowedTensor destination(k_dst, "k_dst");
+  const BorrowedTensor src(src_blocks, "src_blocks");
+  const BorrowedTensor dst(dst_blocks, "dst_blocks");
+  const BorrowedTensor delta(deltas, "deltas");
+  const BorrowedTensor frequencies(inv_freq, "inv_freq");
+  const kvspan::ReropeArgs args{.k_src = source.view(),
+                                .k_dst = destination.view(),
+                                .src_blocks = int64_elements(src.view(), "src_blocks"),
+                                .dst_blocks = int64_elements(dst.view(), "dst_blocks"),
+                                .deltas = int64_elements(delta.view(), "deltas"),
+                                .inv_freq = float32_elements(frequencies.view(), "inv_freq"),
+                                .is_neox = is_neox,
+                                .num_threads = num_threads,
+                                .isa = kvspan::parse_vector_isa(isa),
+                                .stream = reinterpret_cast<void*>(stream)};
+  const py::gil_scoped_release release;
+  kvspan::rerope(args);
+}
+
+void copy_blocks(py::handle src, py::handle dst, py::handle src_blocks, py::handle dst_blocks,
+                 int num_threads, std::uintptr_t stream) {
+  const BorrowedTensor source(src, "src");
+  const BorrowedTensor destination(dst, "dst");
+  const BorrowedTensor from(src_blocks, "src_blocks");
+  const BorrowedTensor to(dst_blocks, "dst_blocks");
+  const kvspan::BlockCopyArgs args{.src = source.view(),
+                                   .dst = destination.view(),
+                                   .src_blocks = int64_elements(from.view(), "src_blocks"),
+                                   .dst_blocks = int64_elements(to.view(), "dst_blocks"),
+                                   .num_threads = num_threads,
+                                   .stream = reinterpret_cast<void*>(stream)};
+  const py::gil_scoped_release release;
+  kvspan::copy_blocks(args);
+}
+
+template <typename Isa>
+py::tuple names_of(const std::vector<Isa>& isas) {
+  py::tuple names(isas.size());
+  for (std::size_t i = 0; i < isas.size(); ++i) names[i] = kvspan::to_string(isas[i]);
+  return names;
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "C++/CUDA core of kvspan; use kvspan.ops.";
+
   py::register_exception_translator([](std::exception_ptr p) {
     try {
       if (p) std::rethrow_exception(p);
@@ -16,4 +132,33 @@ PYBIND11_MODULE(_core, m) {
       py::set_error(PyExc_TypeError, e.what());
     }
   });
+
+  py::class_<kvspan::BlockChain>(m, "BlockChain")
+      .def(py::init([](std::int64_t block_size, std::string_view root, std::string_view span_root,
+                       bool anchored, std::string_view isa) {
+             return std::make_unique<kvspan::BlockChain>(block_size, to_digest(root, "root"),
+                                                         to_digest(span_root, "span_root"),
+                                                         anchored, kvspan::parse_sha256_isa(isa));
+           }),
+           py::arg("block_size"), py::kw_only(), py::arg("root"), py::arg("span_root"),
+           py::arg("anchored"), py::arg("isa") = "auto")
+      .def("extend", &extend, py::arg("token_ids"), py::arg("spans") = py::tuple())
+      .def_property_readonly("block_size", &kvspan::BlockChain::block_size)
+      .def_property_readonly("num_tokens", &kvspan::BlockChain::num_tokens)
+      .def_property_readonly(
+          "digest", [](const kvspan::BlockChain& chain) { return to_bytes(chain.digest()); });
+
+  m.def("sha256_isas", [] { return names_of(kvspan::sha256_isas()); });
+  m.def("vector_isas", [] { return names_of(kvspan::vector_isas()); });
+  m.def("built_with_cuda", &kvspan::built_with_cuda);
+  m.def("cuda_device_count", &kvspan::cuda_device_count);
+
+  m.def("plan_moves", &plan_moves, py::arg("src_blocks"), py::arg("dst_blocks"), py::arg("deltas"),
+        py::arg("scratch_blocks"));
+  m.def("rerope", &rerope, py::arg("k_src"), py::arg("k_dst"), py::arg("src_blocks"),
+        py::arg("dst_blocks"), py::arg("deltas"), py::arg("inv_freq"), py::kw_only(),
+        py::arg("is_neox") = true, py::arg("num_threads") = 0, py::arg("stream") = 0,
+        py::arg("isa") = "auto");
+  m.def("copy_blocks", &copy_blocks, py::arg("src"), py::arg("dst"), py::arg("src_blocks"),
+        py::arg("dst_blocks"), py::kw_only(), py::arg("num_threads") = 0, py::arg("stream") = 0);
 }

@@ -1,5 +1,41 @@
 # kvspan_core: the static C++ library. It links neither Python nor libtorch.
 add_library(kvspan_core STATIC
-  cpp/src/check.cpp)
+  cpp/src/block_copy_cpu.cpp
+  cpp/src/block_hash.cpp
+  cpp/src/block_moves.cpp
+  cpp/src/check.cpp
+  cpp/src/dispatch.cpp
+  cpp/src/rerope_cpu.cpp
+  cpp/src/rerope_cpu_avx2.cpp
+  cpp/src/rerope_cpu_avx512.cpp
+  cpp/src/rerope_cpu_baseline.cpp
+  cpp/src/sha256.cpp
+  cpp/src/sha256_arm.cpp
+  cpp/src/sha256_x86.cpp
+  cpp/src/tensor_view.cpp
+  cpp/src/vector_isa.cpp)
 target_include_directories(kvspan_core PUBLIC cpp/include PRIVATE cpp/src)
 target_link_libraries(kvspan_core PRIVATE kvspan_warnings)
+
+# Results are the same bits on every instruction set, so products and sums stay separate.
+target_compile_options(kvspan_core PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
+
+# Only these two files leave the baseline instruction set; the code to run is chosen at run time.
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+  set_source_files_properties(cpp/src/rerope_cpu_avx2.cpp PROPERTIES
+    COMPILE_OPTIONS "-mavx2;-mf16c")
+  set_source_files_properties(cpp/src/rerope_cpu_avx512.cpp PROPERTIES
+    COMPILE_OPTIONS "-mavx512f;-mavx512bw;-mavx512dq;-mavx512vl;-mprefer-vector-width=512")
+endif()
+
+if(KVSPAN_OPENMP)
+  find_package(OpenMP COMPONENTS CXX)
+endif()
+if(OpenMP_CXX_FOUND)
+  message(STATUS "kvspan: OpenMP on (CPU kernels use several threads)")
+  target_link_libraries(kvspan_core PRIVATE OpenMP::OpenMP_CXX)
+else()
+  message(STATUS "kvspan: OpenMP off (CPU kernels use one thread)")
+endif()
+
+target_sources(kvspan_core PRIVATE cpp/src/no_cuda.cpp)

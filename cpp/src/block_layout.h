@@ -1,0 +1,67 @@
+// One block as rows of contiguous elements, in bytes.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "kvspan/tensor_view.h"
+
+namespace kvspan {
+
+// rows: outer x inner rows of row_bytes each; strides are those of source and destination.
+struct BlockLayout {
+  std::int64_t num_outer;
+  std::int64_t num_inner;
+  std::int64_t row_bytes;
+  std::int64_t src_outer_bytes, src_inner_bytes;
+  std::int64_t dst_outer_bytes, dst_inner_bytes;
+};
+
+// src and dst: [num_blocks, block_size, num_kv_heads, head_dim]. Dimensions are ordered by the
+// destination's strides (an HND tensor is walked head by head) and merged where both tensors are
+// contiguous, down to one row per block.
+inline BlockLayout make_block_layout(const TensorView& src, const TensorView& dst) {
+  const std::int64_t size = src.dtype.size_bytes();
+  int outer = 1;
+  int inner = 2;
+  if (dst.strides[1] < dst.strides[2] || dst.shape[2] == 1) std::swap(outer, inner);
+  BlockLayout layout{src.shape[outer],          src.shape[inner],
+                     src.shape[3] * size,       src.strides[outer] * size,
+                     src.strides[inner] * size, dst.strides[outer] * size,
+                     dst.strides[inner] * size};
+  for (int pass = 0; pass < 2; ++pass) {
+    const bool mergeable = layout.num_inner == 1 || (layout.src_inner_bytes == layout.row_bytes &&
+                                                     layout.dst_inner_bytes == layout.row_bytes);
+    if (!mergeable) break;
+    layout.row_bytes *= layout.num_inner;
+    layout.num_inner = layout.num_outer;
+    layout.src_inner_bytes = layout.src_outer_bytes;
+    layout.dst_inner_bytes = layout.dst_outer_bytes;
+    layout.num_outer = 1;
+    layout.src_outer_bytes = layout.dst_outer_bytes = 0;
+  }
+  return layout;
+}
+
+// Copies one block; source and destination are equal (nothing to do) or do not overlap.
+inline void copy_block(const BlockLayout& layout, const char* src, char* dst) {
+  if (src == dst) return;
+  for (std::int64_t i = 0; i < layout.num_outer; ++i) {
+    for (std::int64_t j = 0; j < layout.num_inner; ++j) {
+      std::memcpy(dst + i * layout.dst_outer_bytes + j * layout.dst_inner_bytes,
+                  src + i * layout.src_outer_bytes + j * layout.src_inner_bytes,
+                  static_cast<std::size_t>(layout.row_bytes));
+    }
+  }
+}
+
+inline char* block_data(const TensorView& tensor, std::int64_t block) {
+  return tensor.as<char>() + block * tensor.strides[0] * tensor.dtype.size_bytes();
+}
+
+inline std::int64_t block_bytes(const TensorView& tensor) {
+  return tensor.shape[1] * tensor.shape[2] * tensor.shape[3] * tensor.dtype.size_bytes();
+}
+
+}  // namespace kvspan

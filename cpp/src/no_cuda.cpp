@@ -1,0 +1,23 @@
+// The CUDA side of a build without CUDA.
+#include "kvspan/block_copy.h"
+#include "kvspan/check.h"
+#include "kvspan/device.h"
+#include "kvspan/rerope.h"
+
+namespace kvspan {
+
+bool built_with_cuda() { return false; }
+
+int cuda_device_count() { return 0; }
+
+void require_cuda() {
+  throw DeviceError("this kvspan was built without CUDA; rebuild it with nvcc (KVSPAN_CUDA=ON)");
+}
+
+namespace cuda {
+
+void rerope(const ReropeArgs&) { require_cuda(); }
+void copy_blocks(const BlockCopyArgs&) { require_cuda(); }
+
+}  // namespace cuda
+}  // namespace kvspan

@@ -1,0 +1,57 @@
+"""Types of the C++ extension; kvspan.ops documents the functions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+class BlockChain:
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        root: bytes,
+        span_root: bytes,
+        anchored: bool,
+        isa: str = "auto",
+    ) -> None: ...
+    def extend(
+        self, token_ids: Any, spans: Sequence[tuple[int, int]] = ()
+    ) -> npt.NDArray[np.uint8]: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def digest(self) -> bytes: ...
+
+def sha256_isas() -> tuple[str, ...]: ...
+def vector_isas() -> tuple[str, ...]: ...
+def built_with_cuda() -> bool: ...
+def cuda_device_count() -> int: ...
+def plan_moves(
+    src_blocks: Any, dst_blocks: Any, deltas: Any, scratch_blocks: Any
+) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]]: ...
+def rerope(
+    k_src: Any,
+    k_dst: Any,
+    src_blocks: Any,
+    dst_blocks: Any,
+    deltas: Any,
+    inv_freq: Any,
+    *,
+    is_neox: bool = True,
+    num_threads: int = 0,
+    stream: int = 0,
+    isa: str = "auto",
+) -> None: ...
+def copy_blocks(
+    src: Any,
+    dst: Any,
+    src_blocks: Any,
+    dst_blocks: Any,
+    *,
+    num_threads: int = 0,
+    stream: int = 0,
+) -> None: ...
