@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX512F__) || defined(__F16C__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -28,6 +28,7 @@ constexpr int kWidth = kVectorBytes / 4;
 
 using F32 = float __attribute__((vector_size(kVectorBytes)));
 using U32 = uint32_t __attribute__((vector_size(kVectorBytes)));
+using S32 = int32_t __attribute__((vector_size(kVectorBytes)));  // x86 compares signed lanes only
 using U16 = uint16_t __attribute__((vector_size(kVectorBytes / 2)));
 
 // Storage types: 16-bit floats by their bits.
@@ -45,21 +46,41 @@ inline Vector load_bits(const void* p) {
   return v;
 }
 
+// Between 32-bit lanes and 16-bit ones (of values below 2^16); by hand where the compiler's own
+// code is slow.
+inline U32 widen(U16 v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return (U32)_mm256_cvtepu16_epi32((__m128i)v);
+#else
+  return __builtin_convertvector(v, U32);
+#endif
+}
+
+inline U16 narrow(U32 v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i packed = _mm256_packus_epi32((__m256i)v, (__m256i)v);
+  return (U16)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#elif defined(__SSE2__) && !defined(__AVX2__)
+  const __m128i sign_extended = (__m128i)((S32)(v << 16) >> 16);  // SSE2 packs signed lanes only
+  const __m128i packed = _mm_packs_epi32(sign_extended, sign_extended);
+  return load_bits<U16>(&packed);
+#else
+  return __builtin_convertvector(v, U16);
+#endif
+}
+
 inline F32 load(const float* p) { return load_bits<F32>(p); }
 
 inline void store(float* p, F32 v) { memcpy(p, &v, sizeof(v)); }
 
-inline F32 load(const BFloat16* p) {
-  return (F32)(__builtin_convertvector(load_bits<U16>(p), U32) << 16);
-}
+inline F32 load(const BFloat16* p) { return (F32)(widen(load_bits<U16>(p)) << 16); }
 
 inline void store(BFloat16* p, F32 v) {
   const U32 u = (U32)v;
   const U32 rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;  // to nearest even
   const U32 quiet_nan = (u >> 16) | 0x40;
-  const U32 bits = (u & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded;
-  const U16 narrow = __builtin_convertvector(bits, U16);
-  memcpy(p, &narrow, sizeof(narrow));
+  const U16 bits = narrow((S32)(u & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded);
+  memcpy(p, &bits, sizeof(bits));
 }
 
 #if defined(__AVX512F__)
@@ -92,11 +113,11 @@ inline void store(Float16* p, F32 v) {
 // right one selected. Subnormal halves never pass through a subnormal float, which a thread that
 // flushes them to zero would lose.
 inline F32 load(const Float16* p) {
-  const U32 h = __builtin_convertvector(load_bits<U16>(p), U32);
+  const U32 h = widen(load_bits<U16>(p));
   const U32 sign = (h & 0x8000) << 16;
   const U32 magnitude = (h & 0x7fff) << 13;
   const U32 normal = magnitude + (112u << 23);  // exponent bias 127 - 15
-  const U32 subnormal = (U32)(__builtin_convertvector((h & 0x3ff), F32) * 0x1p-24f);
+  const U32 subnormal = (U32)(__builtin_convertvector((S32)(h & 0x3ff), F32) * 0x1p-24f);
   const U32 inf_or_nan = magnitude | 0x7f800000 | ((h & 0x3ff) != 0 ? (U32{} + 0x400000) : U32{});
   const U32 exponent = h & 0x7c00;
   U32 bits = exponent == 0 ? subnormal : normal;
@@ -109,15 +130,15 @@ inline void store(Float16* p, F32 v) {
   const U32 sign = (u >> 16) & 0x8000;
   const U32 magnitude = u & 0x7fffffff;
   // 2^16 and above become infinity; from there down, rounding carries into the exponent by itself.
-  const U32 clamped = magnitude < 0x47800000 ? magnitude : (U32{} + 0x47800000);
+  const U32 clamped = (S32)magnitude < 0x47800000 ? magnitude : (U32{} + 0x47800000);
   const U32 normal = ((clamped + 0xfff + ((clamped >> 13) & 1)) >> 13) - (112u << 10);
   // One unit in the last place of 0.5f is 2^-24, the smallest subnormal half.
   const U32 subnormal = (U32)((F32)magnitude + 0.5f) - 0x3f000000;
   const U32 quiet_nan = 0x7e00 | ((magnitude >> 13) & 0x3ff);
-  U32 bits = magnitude < 0x38800000 ? subnormal : normal;
-  bits = magnitude > 0x7f800000 ? quiet_nan : bits;
-  const U16 narrow = __builtin_convertvector(bits | sign, U16);
-  memcpy(p, &narrow, sizeof(narrow));
+  U32 bits = (S32)magnitude < 0x38800000 ? subnormal : normal;
+  bits = (S32)magnitude > 0x7f800000 ? quiet_nan : bits;
+  const U16 half = narrow(bits | sign);
+  memcpy(p, &half, sizeof(half));
 }
 #endif
 
@@ -139,12 +160,13 @@ inline F32 swap_pairs(F32 v) {
 }
 
 template <typename T>
-inline void rotate_neox(const T* src, T* dst, const RotateArgs& args) {
-  const int64_t half = args.rotary_dim / 2;
+inline void rotate_neox(const T* src, T* dst, int64_t rotary_dim, const float* cos_table,
+                        const float* sin_table) {
+  const int64_t half = rotary_dim / 2;
   int64_t i = 0;
   const auto rotate = [&](const T* in_1, const T* in_2, T* out_1, T* out_2) {
     const F32 x_1 = load(in_1), x_2 = load(in_2);
-    const F32 c = load(args.cos_table + i), s = load(args.sin_table + i);
+    const F32 c = load(cos_table + i), s = load(sin_table + i);
     store(out_1, x_1 * c - x_2 * s);
     store(out_2, x_2 * c + x_1 * s);
   };
@@ -163,15 +185,16 @@ inline void rotate_neox(const T* src, T* dst, const RotateArgs& args) {
 }
 
 template <typename T>
-inline void rotate_interleaved(const T* src, T* dst, const RotateArgs& args) {
+inline void rotate_interleaved(const T* src, T* dst, int64_t rotary_dim, const float* cos_table,
+                               const float* sin_table) {
   int64_t i = 0;
   const auto rotate = [&](const T* in, T* out) {
     const F32 x = load(in);
-    store(out, x * load(args.cos_table + i) + swap_pairs(x) * load(args.sin_table + i));
+    store(out, x * load(cos_table + i) + swap_pairs(x) * load(sin_table + i));
   };
-  for (; i + kWidth <= args.rotary_dim; i += kWidth) rotate(src + i, dst + i);
-  if (i < args.rotary_dim) {
-    const size_t rest_bytes = static_cast<size_t>(args.rotary_dim - i) * sizeof(T);
+  for (; i + kWidth <= rotary_dim; i += kWidth) rotate(src + i, dst + i);
+  if (i < rotary_dim) {
+    const size_t rest_bytes = static_cast<size_t>(rotary_dim - i) * sizeof(T);
     T part[kWidth] = {};
     memcpy(part, src + i, rest_bytes);
     rotate(part, part);
@@ -180,7 +203,8 @@ inline void rotate_interleaved(const T* src, T* dst, const RotateArgs& args) {
 }
 
 template <typename T, bool kIsNeox>
-void rotate_block(const RotateArgs& args) {
+void rotate_block(const RotateArgs& by_reference) {
+  const RotateArgs args = by_reference;  // a copy, which stores through dst cannot alias
   const size_t rest_bytes = static_cast<size_t>(args.head_dim - args.rotary_dim) * sizeof(T);
   const bool copy_rest = rest_bytes > 0 && args.src != args.dst;
   for (int64_t outer = 0; outer < args.num_outer; ++outer) {
@@ -188,9 +212,9 @@ void rotate_block(const RotateArgs& args) {
     T* dst = static_cast<T*>(args.dst) + outer * args.dst_outer_stride;
     for (int64_t inner = 0; inner < args.num_inner; ++inner) {
       if constexpr (kIsNeox) {
-        rotate_neox(src, dst, args);
+        rotate_neox(src, dst, args.rotary_dim, args.cos_table, args.sin_table);
       } else {
-        rotate_interleaved(src, dst, args);
+        rotate_interleaved(src, dst, args.rotary_dim, args.cos_table, args.sin_table);
       }
       if (copy_rest) memcpy(dst + args.rotary_dim, src + args.rotary_dim, rest_bytes);
       src += args.src_inner_stride;
