@@ -8,6 +8,7 @@ switched off, so that a span's tokens do not depend on its neighbours.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -131,6 +132,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> None:
         self.tokenizer = tokenizer
         self.block_size = block_size
+        self._special_ids = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         self.pad_id = self._encode([_Piece(PAD_TEXT)])[0][-1]
         probe = list(tokenizer("a").input_ids)
         bos = tokenizer.bos_token_id
@@ -180,7 +182,27 @@ class PromptEncoder:
             )
             for i, ids in zip(rows, encoded.input_ids, strict=True):
                 out[i] = list(ids)
+                if not is_template and not self._special_ids.isdisjoint(out[i]):
+                    out[i] = self._encode_broken(pieces[i].text)
         return out
+
+    def _encode_broken(self, text: str) -> list[int]:
+        """Text that holds a special token's name, for tokenizers that know it as a word as well."""
+        names = sorted(self.tokenizer.all_special_tokens, key=len, reverse=True)
+        cuts = [0]
+        for match in re.finditer("|".join(map(re.escape, names)), text):
+            cuts.append((match.start() + match.end()) // 2)
+        cuts.append(len(text))
+        ids: list[int] = []
+        for start, end in itertools.pairwise(cuts):
+            encoded = self.tokenizer(
+                text[start:end], add_special_tokens=False, split_special_tokens=True, verbose=False
+            )
+            ids += encoded.input_ids
+        if found := self._special_ids.intersection(ids):
+            names = self.tokenizer.convert_ids_to_tokens(sorted(found))
+            raise UsageError(f"prompt: the tokenizer cannot read {names[0]!r} in it as plain text")
+        return ids
 
     def _chat_pieces(self, turns: list[tuple[str, list[_Piece]]]) -> list[_Piece]:
         """The chat template's own text around the turns' contents, which it never gets to see."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from kvspan import ops
 from kvspan.engine import GenerateRequest, GenerateResult
 from kvspan.engine.local import LocalEngine
+from kvspan.engine.sequence import Sequence, SpanRef
 from kvspan.layout import SpanLayout, layout_from_tokens
+from kvspan.ops import BlockChain
 from span_oracle import one_pass_logprobs, span_logprobs
 from tiny_models import VOCAB, configs, tiny_model, word_tokenizer
 
@@ -58,8 +62,6 @@ def make_layout(
 
 
 def ask(engine: LocalEngine, layout: SpanLayout, placement: str = "sequential") -> GenerateResult:
-    from dataclasses import replace
-
     return engine.run_layout(layout, replace(GREEDY, placement=placement))  # type: ignore[arg-type]
 
 
@@ -139,6 +141,33 @@ def test_scopes_and_rotation_matter(setting, block_size: int) -> None:
     for i, a in enumerate(answers):
         for b in answers[i + 1 :]:
             assert float((a - b).abs().max()) > 100 * TOLERANCE
+
+
+def test_moving_without_rotation_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: with the rotation left out, a reordered prompt gives another answer."""
+
+    def copy_only(k_src, k_dst, src, dst, deltas, inv_freq, **options):
+        ops.copy_blocks(k_src, k_dst, src, dst)
+
+    monkeypatch.setattr("kvspan.engine.runner.ops.rerope", copy_only)
+    with open_tiny("llama", 16) as engine:
+        layout = make_layout(16, [3, 1, 0, 2])
+        expected = span_logprobs(tiny_model("llama"), layout, "sequential")
+        assert difference(ask(engine, layout), expected) > 100 * TOLERANCE
+
+
+def test_merged_domains_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: were span blocks keyed like ordinary ones, an ordinary prompt would err."""
+    extend = BlockChain.extend
+    monkeypatch.setattr(BlockChain, "extend", lambda self, ids, spans=(): extend(self, ids))
+    monkeypatch.setattr(Sequence, "text_key", lambda self, block: ("placed", self.hashes[block]))
+    monkeypatch.setattr(SpanRef, "table_keys", lambda self: [("placed", key) for key in self.keys])
+    with open_tiny("llama", 16) as engine:
+        layout = make_layout(16, [1, 3, 2, 0])
+        ask(engine, layout)
+        ordinary = layout_from_tokens(layout.token_ids, (), 16)
+        expected = span_logprobs(tiny_model("llama"), ordinary, "sequential")
+        assert difference(ask(engine, ordinary), expected) > 100 * TOLERANCE
 
 
 def test_ordinary_prompt_never_reads_span_kv(setting, block_size: int) -> None:

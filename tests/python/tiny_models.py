@@ -68,7 +68,7 @@ def tiny_model(name: str, attention: str = "eager", seed: int = 0) -> PreTrained
     torch.manual_seed(seed)
     config = configs()[name]
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    model.generation_config.eos_token_id = None  # random models must not stop by chance
+    model.generation_config.eos_token_id = VOCAB  # never drawn: random models must not stop
     return model.float().eval()
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 IMPLEMENTATION = "kvspan"
-QUERY_BLOCK = 512  # queries per masked attention call: bounds the mask and skips hidden keys
+QUERY_BLOCK = 256  # queries per masked attention call: bounds the mask and skips hidden keys
 
 
 class Attend(Protocol):
@@ -68,7 +68,9 @@ def attention_forward(
     for name, given in (("softcap", softcap), ("attention sinks", s_aux)):
         if given is not None:
             raise NotImplementedError(f"attention with {name}")
-    step: Attend = _current.step
+    step: Attend | None = getattr(_current, "step", None)
+    if step is None:
+        raise RuntimeError("a model with kvspan's attention runs only inside `attending`")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx
     out = step.attend(layer, query[0], key[0], value[0], scale, sliding_window)

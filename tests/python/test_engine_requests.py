@@ -1,0 +1,359 @@
+"""Requests through the embedded engine: decoding, streaming, sharing, limits, and clean endings."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from span_oracle import span_logprobs
+from test_local_engine import GREEDY, difference, make_layout, open_tiny
+from tiny_models import VOCAB, configs, tiny_model, word_tokenizer
+
+from kvspan.engine import GenerateRequest, open_engine
+from kvspan.engine.local import LocalEngine
+from kvspan.errors import KvspanError, UsageError
+from kvspan.layout import layout_from_tokens
+from kvspan.query.plan import Message, Span
+
+TOLERANCE = 1e-4
+
+
+def rag(order: list[int], question: str = "w77 w78", **options: object) -> GenerateRequest:
+    docs = [Span((Message("user", " ".join(f"w{(7 * d + i) % 150}" for i in range(30))),))
+            for d in order]  # fmt: skip
+    prompt = (Message("system", "w1 w2 w3"), *docs, Message("user", question))
+    values = {"max_tokens": 8, "temperature": 0.0, **options}
+    return GenerateRequest(prompt=prompt, **values)  # type: ignore[arg-type]
+
+
+def blocks_in_use(engine: LocalEngine) -> int:
+    return engine.pool.num_blocks - engine.pool.num_available
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_greedy_answer_equals_transformers(name: str) -> None:
+    ids = np.random.default_rng(3).integers(3, VOCAB, 70)
+    reference = tiny_model(name, "sdpa").generate(
+        torch.from_numpy(ids)[None], max_new_tokens=40, do_sample=False, pad_token_id=0
+    )
+    with open_tiny(name, 16) as engine:
+        layout = layout_from_tokens(ids, (), 16)
+        result = engine.run_layout(layout, replace(GREEDY, max_tokens=40))
+        assert result.token_ids == reference[0, 70:].tolist()
+        assert result.usage.completion_tokens == 40 and result.finish_reason == "length"
+        # The conversation goes on: prompt and answer are cached, but for the last block.
+        longer = layout_from_tokens([*ids, *result.token_ids, 5, 6], (), 16)
+        again = engine.run_layout(longer, GREEDY)
+        assert again.usage.cached_tokens == 70 + 40 - (70 + 39) % 16 - 1
+        model = tiny_model(name)
+        assert difference(again, span_logprobs(model, longer, "sequential")) <= TOLERANCE
+
+
+def test_requests_side_by_side_give_the_same_answers() -> None:
+    requests = [rag([i % 5, (i + 2) % 5, 9], f"w{i} w{i + 1}", seed=i) for i in range(12)]
+    requests += [replace(r, temperature=0.8) for r in requests]
+    with open_tiny("qwen3", 16) as engine:
+        alone = [engine.run(r).token_ids for r in requests]
+        engine.clear_cache()
+
+        async def together() -> list[list[int]]:
+            results = await asyncio.gather(*(engine.generate(r) for r in requests))
+            return [r.token_ids for r in results]
+
+        assert asyncio.run(together()) == alone
+        assert blocks_in_use(engine) == 0
+
+
+def test_sampling_depends_on_the_seed_alone() -> None:
+    with open_tiny("llama", 16) as engine:
+        hot = replace(rag([1, 2]), temperature=1.5, max_tokens=16)
+        first = engine.run(replace(hot, seed=1)).token_ids
+        assert engine.run(replace(hot, seed=1)).token_ids == first
+        assert engine.run(replace(hot, seed=2)).token_ids != first
+
+
+def test_sampling_follows_the_distribution() -> None:
+    with open_tiny("llama", 16) as engine:
+        request = replace(rag([1]), max_tokens=1, temperature=2.0, return_logprobs=True)
+        results = [engine.run(replace(request, seed=s)) for s in range(600)]
+    logits = results[0].first_logprobs
+    assert logits is not None
+    p = np.exp(logits / 2.0) / np.exp(logits / 2.0).sum()
+    counts = np.bincount([r.token_ids[0] for r in results], minlength=VOCAB)
+    top = int(p.argmax())
+    sigma = (600 * p[top] * (1 - p[top])) ** 0.5
+    assert abs(counts[top] - 600 * p[top]) < 5 * sigma
+
+
+def test_streamed_pieces_make_the_answer() -> None:
+    with open_tiny("llama", 16) as engine:
+        pieces: list[str] = []
+
+        async def run() -> str:
+            result = await engine.generate(rag([1, 2], max_tokens=12), pieces.append)
+            return result.text
+
+        text = asyncio.run(run())
+    assert "".join(pieces) == text and len(pieces) > 3
+
+
+def test_stop_token_ends_the_answer() -> None:
+    model = tiny_model("llama")
+    with LocalEngine(copy.deepcopy(model), word_tokenizer(), name="llama") as engine:
+        engine._stop_ids = set()
+        ids = engine.run(rag([1, 2], max_tokens=6)).token_ids
+    model.generation_config.eos_token_id = [ids[3]]
+    with LocalEngine(model, word_tokenizer(), name="llama") as engine:
+        result = engine.run(rag([1, 2], max_tokens=6))
+    stop = ids.index(ids[3])
+    assert result.token_ids == ids[:stop] and result.finish_reason == "stop"
+    assert result.usage.completion_tokens == stop + 1
+
+
+def test_tenants_share_nothing() -> None:
+    with open_tiny("llama", 16) as engine:
+        engine.run(rag([1, 2], salt="a"))
+        other = engine.run(rag([1, 2], salt="b"))
+        assert other.usage.cached_tokens == 0 and other.reuse.span_hits == 0
+        assert engine.run(rag([2, 1], salt="a")).reuse.span_hits == 2
+
+
+def test_another_anchor_is_another_span() -> None:
+    with open_tiny("llama", 16) as engine:
+        first = rag([1, 2])
+        engine.run(first)
+        moved = (Message("system", "w1 w2 w4"), *first.prompt[1:])
+        assert engine.run(replace(first, prompt=moved)).reuse.span_hits == 0
+        isolated = replace(first, scope="isolated")
+        assert engine.run(isolated).reuse.span_hits == 0
+        assert engine.run(replace(isolated, prompt=moved)).reuse.span_hits == 2
+
+
+def test_prepare_makes_the_next_request_a_hit() -> None:
+    with open_tiny("llama", 16) as engine:
+        asyncio.run(engine.prepare(rag([1, 2, 3])))
+        result = engine.run(rag([3, 1, 2], "w99"))
+        assert result.reuse.prepared_tokens == 0 and result.reuse.span_hits == 3
+
+
+def test_many_orders_of_few_documents_need_few_keys() -> None:
+    """Field case: fresh shuffles of 14 documents keep hitting, and sources do not multiply."""
+    rng = np.random.default_rng(0)
+    with open_tiny("llama", 16, num_blocks=2000) as engine:
+        for shuffle in range(30):
+            result = engine.run(rag([int(d) for d in rng.permutation(14)], max_tokens=1))
+            if shuffle:
+                assert result.reuse.span_hits == 14
+        sources = [k for k in engine.pool._block_of if k[0] == "span"]  # type: ignore[index]
+        assert len(sources) == 14 * 2
+
+
+@pytest.mark.parametrize("placement", ["sequential", "parallel"])
+def test_small_pools_answer_alike(placement: str) -> None:
+    """From a pool that barely holds the prompt up, the answer is the same; below, an error."""
+    layout = make_layout(16, [3, 1, 0, 2, 0, 1])
+    expected = span_logprobs(tiny_model("llama"), layout, placement)
+    need = -(-(layout.num_tokens + 1) // 16)
+    request = replace(GREEDY, placement=placement)  # type: ignore[arg-type]
+    answered = []
+    for num_blocks in range(need - 2, need + 14):
+        with open_tiny("llama", 16, num_blocks=num_blocks) as engine:
+            try:
+                for _ in range(2):
+                    result = engine.run_layout(layout, request)
+                    assert difference(result, expected) <= TOLERANCE
+                answered.append(num_blocks)
+            except KvspanError as e:
+                assert "the KV pool is too small" in str(e)
+                assert f"the pool has {num_blocks}" in str(e)
+            assert blocks_in_use(engine) == 0
+    assert need + 13 in answered and need - 1 not in answered
+    assert answered == list(range(answered[0], need + 14))
+    assert answered[0] <= need + 4  # the prompt and its largest span
+
+
+def test_requests_wait_for_a_small_pool() -> None:
+    with open_tiny("llama", 16, num_blocks=24) as engine:
+        requests = [rag([i, i + 1], f"w{i}", max_tokens=30) for i in range(8)]
+        alone = [engine.run(r).token_ids for r in requests]
+
+        async def together() -> list[list[int]]:
+            return [r.token_ids for r in await asyncio.gather(*map(engine.generate, requests))]
+
+        assert asyncio.run(together()) == alone
+        assert blocks_in_use(engine) == 0
+
+
+def test_random_traffic_with_cancellations_leaks_nothing() -> None:
+    rng = np.random.default_rng(5)
+    with open_tiny("llama", 16, num_blocks=60) as engine:
+        expected: dict[tuple[int, ...], list[int]] = {}
+
+        async def one(order: list[int], patience: float) -> None:
+            task = asyncio.ensure_future(engine.generate(rag(order, max_tokens=6)))
+            done, _ = await asyncio.wait([task], timeout=patience)
+            if not done:
+                task.cancel()
+                return
+            tokens = task.result().token_ids
+            assert expected.setdefault(tuple(order), tokens) == tokens
+
+        async def traffic() -> None:
+            orders = [[int(d) for d in rng.integers(0, 6, 3)] for _ in range(120)]
+            patience = rng.choice([0.001, 0.02, 0.3, 60.0], 120)
+            await asyncio.gather(*(one(o, float(p)) for o, p in zip(orders, patience, strict=True)))
+
+        asyncio.run(traffic())
+        deadline = time.monotonic() + 30
+        while blocks_in_use(engine) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert blocks_in_use(engine) == 0 and len(expected) > 20
+        # What is cached now was written whole: it still gives the right answers.
+        for order, tokens in list(expected.items())[:10]:
+            assert engine.run(rag(list(order), max_tokens=6)).token_ids == tokens
+
+
+def test_prompt_longer_than_the_context() -> None:
+    with open_tiny("llama", 16) as engine:
+        request = replace(rag([1]), path="$.g", prompt=(Message("user", "w1 " * 5000),))
+        with pytest.raises(UsageError, match=r"\$\.g: prompt of 5\d+ tokens .* 4096"):
+            engine.run(request)
+        with pytest.raises(UsageError, match="max_tokens: expected 1 or more, got 0"):
+            engine.run(rag([1], max_tokens=0))
+        with pytest.raises(UsageError, match="temperature: expected 0 or more"):
+            engine.run(rag([1], temperature=-1.0))
+
+
+def test_open_ended_request_stops_at_the_pool() -> None:
+    with open_tiny("llama", 16, num_blocks=20) as engine:
+        result = engine.run(rag([1, 2], max_tokens=None))
+        assert result.finish_reason == "length" and result.usage.completion_tokens > 100
+
+
+def test_closed_engine() -> None:
+    engine = open_tiny("llama", 16)
+    engine.close()
+    with pytest.raises(KvspanError, match="closed"):
+        engine.run(rag([1]))
+
+
+@pytest.mark.parametrize(
+    "rope,reason",
+    [
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "dynamic RoPE"),
+        (
+            {
+                "rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0,
+                "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+                "original_max_position_embeddings": 2048,
+            },
+            "longrope RoPE",
+        ),
+    ],
+    ids=["dynamic", "longrope"],
+)  # fmt: skip
+def test_unsupported_rope_falls_back_to_ordinary_caching(rope: dict, reason: str) -> None:
+    config = copy.deepcopy(configs()["llama"])
+    config.rope_parameters = rope
+    torch.manual_seed(0)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with LocalEngine(model, word_tokenizer(), name="x") as engine:
+        capabilities = engine.capabilities()
+        assert not capabilities.spans and reason in capabilities.reason
+        result = engine.run(rag([1, 2]))
+        assert result.reuse.spans == 0
+        assert any(reason in note for note in result.reuse.notes)
+        assert engine.run(rag([1, 2])).usage.cached_tokens > 0
+
+
+def test_model_with_other_layers_is_refused_by_name() -> None:
+    from transformers import AutoModelForCausalLM, Qwen3NextConfig
+
+    config = Qwen3NextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_experts=2,
+        num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16,
+        linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with pytest.raises(KvspanError, match="cannot run it: layers of type linear_attention"):
+        LocalEngine(model, word_tokenizer(), name="hybrid")
+
+
+def saved_model(folder: Path) -> Path:
+    model = tiny_model("llama")
+    model.save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_open_engine_from_a_folder(tmp_path: Path) -> None:
+    folder = saved_model(tmp_path / "m")
+    phases = []
+    engine = open_engine(str(folder), progress=lambda *step: phases.append(step))
+    assert isinstance(engine, LocalEngine)
+    with engine:
+        assert len(engine.run(rag([1, 2])).token_ids) > 0
+    assert ("load", 1, 1) in phases
+    assert [done for name, done, _ in phases if name == "prefill"][-1] > 0
+    with pytest.raises(UsageError, match="dtype: expected auto or one of"):
+        open_engine(str(folder), dtype="int3")
+    with pytest.raises(UsageError, match="device: expected auto, cpu or cuda"):
+        open_engine(str(folder), device="abacus")
+    with pytest.raises(UsageError, match="kv_cache_gib: expected at least"):
+        open_engine(str(folder), kv_cache_gib=1e-6)
+    with pytest.raises(UsageError, match="block_size"):
+        open_engine(str(folder), block_size=0)
+
+
+def test_open_engine_in_bfloat16(tmp_path: Path) -> None:
+    with open_engine(str(saved_model(tmp_path / "m")), dtype="bfloat16") as engine:  # type: ignore[attr-defined]
+        first = engine.run(rag([1, 2, 3], return_logprobs=True))
+        moved = engine.run(rag([3, 1, 2], return_logprobs=True))
+        engine.clear_cache()
+        cold = engine.run(rag([3, 1, 2], return_logprobs=True))
+    assert first.reuse.prepared_tokens == cold.reuse.prepared_tokens > 0
+    assert moved.reuse.span_hits == 3
+    assert np.abs(moved.first_logprobs - cold.first_logprobs).max() < 0.1
+
+
+@pytest.mark.parametrize("damage", ["missing", "no config", "bad config", "torn", "no weights"])
+def test_models_that_cannot_be_loaded(tmp_path: Path, damage: str) -> None:
+    folder = saved_model(tmp_path / "m")
+    error: type[Exception] = KvspanError
+    if damage == "missing":
+        folder = tmp_path / "nowhere"
+        error = UsageError
+    elif damage == "no config":
+        (folder / "config.json").unlink()
+        error = UsageError
+    elif damage == "bad config":
+        (folder / "config.json").write_text("{")
+    elif damage == "torn":
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-4000])
+    else:
+        (folder / "model.safetensors").unlink()
+    with pytest.raises(error) as caught:
+        open_engine(str(folder))
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_engines_give_their_memory_back() -> None:
+    engine = open_tiny("llama", 16)
+    engine.run(rag([1]))
+    cache = engine.runner.cache.keys[0]
+    engine.close()
+    del engine
+    gc.collect()
+    assert len(gc.get_referrers(cache)) <= 1
