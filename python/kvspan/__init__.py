@@ -1,7 +1,61 @@
 """kvspan: reuse cached context that is not a prefix.
 
-Importing the package loads neither torch nor an engine; see :mod:`kvspan.ops` for the core
-operations and :func:`kvspan.engine.open_engine` for running queries.
+    import kvspan as kv
+
+    engine = kv.open_engine("demo")
+    query = kv.g("demo", kv.cross(kv.system("Answer."), kv.plus(passages), kv.user("Who?")))
+    print(kv.run(query, engine=engine).answers[0])
+
+Importing the package loads neither torch nor numpy nor yaml: every name below is imported when it
+is first used. See :mod:`kvspan.query.builders` for the query nodes, :func:`kvspan.executor.run`,
+:func:`kvspan.engine.open_engine`, and :mod:`kvspan.ops` for the core operations.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvspan.engine import open_engine as open_engine
+    from kvspan.errors import KvspanError as KvspanError
+    from kvspan.errors import UsageError as UsageError
+    from kvspan.executor import arun as arun
+    from kvspan.executor import run as run
+    from kvspan.query.builders import assistant as assistant
+    from kvspan.query.builders import cross as cross
+    from kvspan.query.builders import g as g
+    from kvspan.query.builders import par as par
+    from kvspan.query.builders import plus as plus
+    from kvspan.query.builders import seq as seq
+    from kvspan.query.builders import system as system
+    from kvspan.query.builders import user as user
+    from kvspan.query.read import load as load
+    from kvspan.query.read import loads as loads
+
 __version__ = "0.1.0"
+
+_LAZY = {
+    **dict.fromkeys(
+        ("user", "system", "assistant", "seq", "par", "cross", "plus", "g"), "query.builders"
+    ),
+    **dict.fromkeys(("load", "loads"), "query.read"),
+    **dict.fromkeys(("run", "arun"), "executor"),
+    **dict.fromkeys(("KvspanError", "UsageError"), "errors"),
+    "open_engine": "engine",
+}
+
+__all__ = [*_LAZY, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'kvspan' has no attribute {name!r}")
+    value = getattr(import_module(f"kvspan.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

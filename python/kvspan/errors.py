@@ -1,0 +1,75 @@
+"""The two kinds of failure a caller can meet, and how they read.
+
+``UsageError``: what was asked makes no sense (bad query, bad option, no such file or model); the
+CLI exits with 2. ``KvspanError``: the request made sense and could not be carried out; the CLI
+exits with 1. Both print as one line.
+"""
+
+from __future__ import annotations
+
+# A path into a very deep query is cut in the middle: both ends tell the reader where to look.
+_PATH_HEAD, _PATH_TAIL = 60, 100
+
+
+def shorten_path(path: str) -> str:
+    """``path`` itself, or its two ends joined by `` ... `` when it is too long for a line.
+
+    >>> shorten_path("$.g.input.cross[2]")
+    '$.g.input.cross[2]'
+    >>> len(shorten_path("$" + ".seq[0]" * 1000))
+    165
+    """
+    if len(path) <= _PATH_HEAD + _PATH_TAIL + 5:
+        return path
+    return f"{path[:_PATH_HEAD]} ... {path[-_PATH_TAIL:]}"
+
+
+class KvspanError(Exception):
+    """A run failed. ``str()`` is one line."""
+
+    def __str__(self) -> str:
+        return " ".join(super().__str__().split())
+
+
+class UsageError(KvspanError, ValueError):
+    """Bad input. ``str()`` is ``source: path: message; expected ...; found ...`` on one line.
+
+    message: what is wrong, without the place.
+    path: JSON path into the query, for example ``$.g.input.cross[2].usr``.
+    expected, found: what should have stood there and what did, as text.
+    source: file name, or ``<stdin>``. line, column: 1-based, for text that cannot be parsed.
+    Every part but the message may be None, and is then left out.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        expected: str | None = None,
+        found: str | None = None,
+        source: str | None = None,
+        line: int | None = None,
+        column: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = path
+        self.expected = expected
+        self.found = found
+        self.source = source
+        self.line = line
+        self.column = column
+
+    def __str__(self) -> str:
+        place = self.source or ""
+        if self.line is not None:
+            where = f"line {self.line}, column {self.column}"
+            place = f"{place}: {where}" if place else where
+        parts = [part for part in (place, shorten_path(self.path or "")) if part]
+        text = self.message
+        if self.expected is not None:
+            text += f"; expected {self.expected}"
+        if self.found is not None:
+            text += f"; found {self.found}"
+        return " ".join(": ".join([*parts, text]).split())

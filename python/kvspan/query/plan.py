@@ -1,0 +1,286 @@
+"""What is to be run: prompts, and the DAG of generate calls with what each has to wait for.
+
+A plan is plain data and a different thing from the tree it was made from: the tree says what the
+answer is made of, the plan says which calls there are and in what order they may go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvspan.errors import KvspanError, UsageError
+from kvspan.query.nodes import (
+    ROOT,
+    Assistant,
+    Cross,
+    Generate,
+    Node,
+    Path,
+    Plus,
+    Seq,
+    Text,
+    fold,
+    transform,
+)
+
+Role = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """Text of one speaker, never empty."""
+
+    role: Role
+    text: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """One movable child of a plus: its messages in order, never none."""
+
+    messages: tuple[Message, ...]
+
+
+Prompt = tuple[Message | Span, ...]
+
+
+def to_prompt(node: Node, path: str = "$") -> Prompt:
+    """The input of a generate as a flat prompt.
+
+    node: a tree without generates (their answers have been put in, see ``put_answers``).
+    path: where the input stands, for the message.
+
+    seq, par and cross concatenate. Every child of a plus is one Span, nested plus counted as one;
+    a plus deeper inside a span is ordinary ordered content of it. Empty messages are dropped, and
+    spans without messages. Raises UsageError when nothing is left.
+
+    >>> from kvspan.query.builders import cross, plus, system, user
+    >>> for part in to_prompt(cross(system("s"), plus("a", plus("b", user(""))), "q")):
+    ...     print(part)
+    Message(role='system', text='s')
+    Span(messages=(Message(role='user', text='a'),))
+    Span(messages=(Message(role='user', text='b'),))
+    Message(role='user', text='q')
+    """
+    parts: list[Message | Span] = []
+    # The second field says where a node stands: None outside of any plus, "child" as the child of
+    # one, else the list that collects the span's messages. None as the node closes that span.
+    stack: list[tuple[Node | None, list[Message] | Literal["child"] | None]] = [(node, None)]
+    while stack:
+        item, where = stack.pop()
+        if item is None:
+            if where:
+                parts.append(Span(tuple(where)))  # type: ignore[arg-type]
+        elif where == "child" and not isinstance(item, Plus):
+            span: list[Message] = []
+            stack += [(None, span), (item, span)]
+        elif isinstance(item, Text):
+            if item.text:
+                message = Message(item.kind, item.text)  # type: ignore[arg-type]
+                (where if isinstance(where, list) else parts).append(message)
+        elif isinstance(item, Generate):
+            raise KvspanError(f"{path}: an inner generate has not been run yet")
+        else:
+            inside = "child" if isinstance(item, Plus) and where is None else where
+            stack.extend((child, inside) for child in reversed(item.children))
+    if not parts:
+        raise _nothing_to_read(path)
+    return tuple(parts)
+
+
+def _nothing_to_read(path: str) -> UsageError:
+    return UsageError(
+        "empty generate: its input has no text",
+        path=path,
+        expected="at least one message that is not empty",
+        found="none",
+    )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One generate call.
+
+    id: its index in Plan.steps.
+    path: where the generate stands in the query as it was written.
+    node: the generate; generates below it stand for answers still to come.
+    inputs: ids of the calls whose answers go into this one's input, in document order.
+    after: ids of further steps that have to be over first, because a seq or cross says so.
+    """
+
+    id: int
+    path: str
+    node: Generate
+    inputs: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        return self.inputs + self.after
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """Runs nothing: the point at which several calls are over, so that others can wait for one id.
+
+    Without it a seq of two joins of n calls would need n*n edges.
+    """
+
+    id: int
+    after: tuple[int, ...]
+
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        return self.after
+
+
+Step = Call | Barrier
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps of a query, each after all it waits for.
+
+    query: the tree it was made from. answers: ids of the calls that stand in no other call's
+    input, in document order; their answers are the query's.
+    """
+
+    query: Node
+    steps: tuple[Step, ...]
+    answers: tuple[int, ...]
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(step for step in self.steps if isinstance(step, Call))
+
+    def to_obj(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        calls = [
+            {
+                "id": call.id,
+                "path": call.path,
+                "model": call.node.model,
+                "max_tokens": call.node.max_tokens,
+                "temperature": call.node.temperature,
+                "inputs": list(call.inputs),
+                "after": list(call.after),
+            }
+            for call in self.calls
+        ]
+        barriers = [
+            {"id": step.id, "after": list(step.after)}
+            for step in self.steps
+            if isinstance(step, Barrier)
+        ]
+        return {"calls": calls, "barriers": barriers, "answers": list(self.answers)}
+
+
+def make_plan(query: Node) -> Plan:
+    """The calls of a query and what each waits for. Raises UsageError on an empty generate.
+
+    A call waits for the calls in its input. In a seq or a cross, the calls of a child wait for
+    those of the children before it; in a par or a plus they do not.
+
+    >>> from kvspan.query.builders import g, par, seq
+    >>> plan = make_plan(g("M", seq(par(g("M", "a"), g("M", "b")), g("M", "c"))))
+    >>> for step in plan.steps:
+    ...     print(step.id, getattr(step, "path", "-"), step.waits_for)
+    0 $.g.input.seq[0].par[0] ()
+    1 $.g.input.seq[0].par[1] ()
+    2 - (0, 1)
+    3 $.g.input.seq[1] (2,)
+    4 $ (0, 1, 3)
+    """
+    asks = _nodes_that_ask(query)
+    steps: list[Step] = []
+    # An entry is a node to open (its path, the step to wait for, and the lists that its calls go
+    # into: for the call above, and for the barrier after), or what to do once others are done.
+    outer: list[int] = []
+    stack: list[tuple[Any, ...]] = [("open", query, ROOT, [None], outer, outer)]
+    while stack:
+        what, *entry = stack.pop()
+        if what == "open":
+            node, path, start, answers, ending = entry
+            if isinstance(node, Generate):
+                inputs: list[int] = []
+                stack.append(("call", node, path, start, inputs, answers, ending))
+                if id(node.input) in asks:
+                    below = node.child_path(path, 0)
+                    stack.append(("open", node.input, below, start, inputs, inputs))
+                else:
+                    _check_has_text(node, path)
+                continue
+            children = [
+                (child, node.child_path(path, index))
+                for index, child in enumerate(node.children)
+                if id(child) in asks
+            ]
+            if not isinstance(node, (Seq, Cross)):
+                for child, child_path in reversed(children):
+                    stack.append(("open", child, child_path, start, answers, ending))
+                continue
+            todo: list[tuple[Any, ...]] = []
+            for nth, (child, child_path) in enumerate(children):
+                last = nth == len(children) - 1
+                done: list[int] = ending if last else []
+                todo.append(("open", child, child_path, start, answers, done))
+                if not last:
+                    start = [None]
+                    todo.append(("barrier", done, start))
+            stack.extend(reversed(todo))
+        elif what == "call":
+            node, path, start, inputs, answers, ending = entry
+            after = () if inputs or start[0] is None else (start[0],)
+            place = str(node.origin or path)
+            steps.append(Call(len(steps), place, node, tuple(inputs), after))
+            answers.append(len(steps) - 1)
+            if ending is not answers:
+                ending.append(len(steps) - 1)
+        else:
+            done, start = entry
+            if len(done) > 1:
+                steps.append(Barrier(len(steps), tuple(done)))
+                done = [len(steps) - 1]
+            start[0] = done[0]
+    return Plan(query, tuple(steps), tuple(outer))
+
+
+def _nodes_that_ask(query: Node) -> set[int]:
+    """Ids of the nodes that are or hold a generate."""
+    found: set[int] = set()
+
+    def combine(node: Node, below: list[bool], path: Path) -> bool:
+        asks = isinstance(node, Generate) or any(below)
+        if asks:
+            found.add(id(node))
+        return asks
+
+    fold(query, combine)
+    return found
+
+
+def _check_has_text(node: Generate, path: Path) -> None:
+    stack = [node.input]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Text) and item.text:
+            return
+        stack.extend(reversed(item.children))
+    raise _nothing_to_read(str((node.origin or path).child("g").child("input")))
+
+
+def put_answers(node: Node, answers: Iterable[str]) -> Node:
+    """Put answers in the place of the outermost generates, in document order, as assistant nodes.
+
+    >>> from kvspan.query.builders import g, plus
+    >>> put_answers(plus(g("M", "a"), "b", g("M", g("M", "c"))), ["x", "y"])
+    plus(assistant('x'), user('b'), assistant('y'))
+    """
+    texts: Iterator[str] = iter(answers)
+
+    def answer(item: Node, path: Path) -> Node:
+        return Assistant(next(texts)) if isinstance(item, Generate) else item
+
+    return transform(node, answer, into=lambda item: not isinstance(item, Generate))
