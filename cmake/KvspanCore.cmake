@@ -38,4 +38,11 @@ else()
   message(STATUS "kvspan: OpenMP off (CPU kernels use one thread)")
 endif()
 
-target_sources(kvspan_core PRIVATE cpp/src/no_cuda.cpp)
+if(KVSPAN_WITH_CUDA)
+  target_sources(kvspan_core PRIVATE cuda/block_copy.cu cuda/device.cu cuda/rerope.cu)
+  # Static, so that the library loads (and says why not) where there is no CUDA installation.
+  set_target_properties(kvspan_core PROPERTIES CUDA_RUNTIME_LIBRARY Static)
+  target_compile_options(kvspan_core PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false>)
+else()
+  target_sources(kvspan_core PRIVATE cpp/src/no_cuda.cpp)
+endif()

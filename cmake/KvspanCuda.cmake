@@ -56,7 +56,7 @@ function(_kvspan_probe_nvcc OUT_NVCC OUT_WHY)
     set(_host "-ccbin=${CMAKE_CUDA_HOST_COMPILER}")
   endif()
   execute_process(
-    COMMAND "${_nvcc}" -std=c++17 ${_host} ${_gencode} -c probe.cu -o probe.o
+    COMMAND "${_nvcc}" -std=c++20 ${_host} ${_gencode} -c probe.cu -o probe.o
     WORKING_DIRECTORY "${_dir}"
     RESULT_VARIABLE _result OUTPUT_VARIABLE _output ERROR_VARIABLE _output)
   if(NOT _result EQUAL 0)
@@ -75,6 +75,13 @@ if(NOT _kvspan_cuda_mode STREQUAL "OFF")
   if(_kvspan_nvcc)
     set(CMAKE_CUDA_COMPILER "${_kvspan_nvcc}")
     enable_language(CUDA)
+    if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
+      # CMake 3.25 does not know yet that nvcc has C++20; the probe has just shown it.
+      set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+      set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+    endif()
+    set(CMAKE_CUDA_STANDARD 20)
+    set(CMAKE_CUDA_STANDARD_REQUIRED ON)
     set(KVSPAN_WITH_CUDA ON)
   elseif(_kvspan_cuda_mode STREQUAL "ON")
     message(FATAL_ERROR "KVSPAN_CUDA=ON, but ${_kvspan_why}")
