@@ -471,10 +471,10 @@ def has_generate(root: Node) -> bool:
 
 
 def mark_origins(root: Node) -> Node:
-    """Note on every generate where it stands, unless it knows already, before rules move it."""
+    """Note on every generate where it stands, before rules move it."""
 
     def mark(node: Node, path: Path) -> Node:
-        if isinstance(node, Generate) and node.origin is None:
+        if isinstance(node, Generate):
             return replace(node, origin=path)
         return node
 

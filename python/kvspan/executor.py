@@ -1,0 +1,393 @@
+"""Running a query: rewrite, plan, then every generate call as soon as what it waits for is done.
+
+    result = kvspan.run(query, engine=engine)
+    result.answers[0]   # the text
+    result.result       # the query with every generate replaced by what it said: a query again
+
+Calls that do not depend on each other run side by side, up to a limit. The first failure, or
+Ctrl-C, cancels everything that is still running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import heapq
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvspan.engine import PLACEMENTS, SCOPES, GenerateRequest, Placement, Scope, Usage
+from kvspan.errors import KvspanError, UsageError
+from kvspan.query.nodes import Node, check_max_tokens, check_temperature, describe
+from kvspan.query.optimizer import Fired, optimize
+from kvspan.query.plan import Call, Plan, make_plan, put_answers, to_prompt
+from kvspan.query.write import to_obj
+
+if TYPE_CHECKING:
+    from kvspan.engine import Engine, GenerateResult
+
+DEFAULT_TEMPERATURE = 0.6  # spnl's, for generates that set none
+DEFAULT_CONCURRENCY = 16
+
+# Opens an engine for a model's name.
+Opener = Callable[[str], "Engine"]
+# Gets the JSON path of a generate and the next piece of its answer.
+OnText = Callable[[str, str], None]
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """One generate call as it was made, and what came back."""
+
+    path: str
+    model: str
+    seed: int
+    temperature: float
+    max_tokens: int | None
+    result: GenerateResult
+
+    def to_obj(self) -> dict[str, Any]:
+        """As JSON values. Times are seconds, counts are tokens."""
+        return {
+            "path": self.path,
+            "model": self.model,
+            "seed": self.seed,
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            "text": self.result.text,
+            "finish_reason": self.result.finish_reason,
+            "usage": asdict(self.result.usage),
+            "timings": asdict(self.result.timings),
+            "reuse": asdict(self.result.reuse),
+        }
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The outcome of a query.
+
+    result: the query with an assistant node in the place of every outermost generate.
+    answers: the texts of those, in document order.
+    calls: every call that was made, inner ones included, in the order of the plan.
+    query, trace: the query after rewriting, and the rules that did it. seconds: wall time.
+    """
+
+    result: Node
+    answers: list[str]
+    calls: list[CallResult]
+    query: Node
+    trace: tuple[Fired, ...]
+    seed: int
+    scope: Scope
+    placement: Placement
+    seconds: float
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of all calls together."""
+        total = Usage()
+        for call in self.calls:
+            total.prompt_tokens += call.result.usage.prompt_tokens
+            total.completion_tokens += call.result.usage.completion_tokens
+            total.cached_tokens += call.result.usage.cached_tokens
+        return total
+
+    def to_obj(self) -> dict[str, Any]:
+        """As JSON values; nested as deeply as the query is, so write it with ``dump_json``."""
+        return {
+            "answers": self.answers,
+            "result": to_obj(self.result),
+            "usage": asdict(self.usage),
+            "seconds": self.seconds,
+            "seed": self.seed,
+            "scope": self.scope,
+            "placement": self.placement,
+            "calls": [call.to_obj() for call in self.calls],
+        }
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a query; see ``run``."""
+
+    model: str | None = None
+    seed: int = 0
+    scope: Scope = "anchored"
+    placement: Placement = "sequential"
+    salt: str = ""
+    temperature: float | None = None
+    max_tokens: int | None = None
+    max_concurrency: int = DEFAULT_CONCURRENCY
+
+    def __post_init__(self) -> None:
+        for name, value, words in (
+            ("scope", self.scope, SCOPES),
+            ("placement", self.placement, PLACEMENTS),
+        ):
+            if value not in words:
+                raise UsageError(f"unknown {name}", expected=" or ".join(words), found=repr(value))
+        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if not whole:
+            raise UsageError("bad seed", expected="a whole number", found=describe(self.seed))
+        if not isinstance(self.salt, str):
+            raise UsageError("bad salt", expected="a string", found=describe(self.salt))
+        if self.max_concurrency < 1:
+            found = str(self.max_concurrency)
+            raise UsageError("bad max_concurrency", expected="1 or more", found=found)
+        problem = check_temperature(self.temperature) or check_max_tokens(self.max_tokens)
+        if problem:
+            raise problem
+
+
+def derive_seed(seed: int, path: str) -> int:
+    """Seed of the call at ``path``: below 2**63, the same wherever and whenever it is run.
+
+    It depends on the path as written, not on the plan, so that rewriting changes no sample.
+
+    >>> derive_seed(0, "$") == derive_seed(0, "$"), derive_seed(0, "$") == derive_seed(1, "$")
+    (True, False)
+    """
+    digest = hashlib.sha256(f"kvspan call seed\0{seed}\0{path}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def run(
+    query: Node,
+    *,
+    engine: Engine | None = None,
+    open: Opener | None = None,
+    on_text: OnText | None = None,
+    **options: Any,
+) -> RunResult:
+    """Run a query and wait for its outcome.
+
+    engine: runs all calls, whatever models they name. Without it one is opened per model the query
+        names, and closed at the end; keep an engine open to reuse what it has cached.
+    open: opens those engines; ``kvspan.open_engine`` by default.
+    on_text: called with (path, text) as answers come in, on the event loop's thread.
+    model: used instead of every model the query names, and for a query that asks nothing.
+    seed: with it, the same query gives the same answers (each call derives its own from its path).
+    scope, placement, salt: see ``kvspan.engine.GenerateRequest``.
+    temperature, max_tokens: for generates that set none (None: 0.6, and the engine's default).
+    max_concurrency: calls that may run at the same time.
+
+    Raises UsageError for a bad query or option, KvspanError when a call fails; both name the path.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        raise UsageError("run() was called inside a running event loop: use await arun(...)")
+    job = _Job(query, Options(**options), on_text)
+    opener = open or _default_opener
+    try:
+        for model in [] if engine else job.models():
+            job.open(model, opener)
+        return asyncio.run(job.run(engine))
+    finally:
+        job.close()
+
+
+async def arun(
+    query: Node,
+    *,
+    engine: Engine | None = None,
+    open: Opener | None = None,
+    on_text: OnText | None = None,
+    **options: Any,
+) -> RunResult:
+    """``run`` for callers that have an event loop. Engines are opened on a thread of their own."""
+    job = _Job(query, Options(**options), on_text)
+    opener = open or _default_opener
+    try:
+        for model in [] if engine else job.models():
+            await asyncio.to_thread(job.open, model, opener)
+        return await job.run(engine)
+    finally:
+        job.close()
+
+
+def _default_opener(model: str) -> Engine:
+    from kvspan.engine import open_engine
+
+    return open_engine(model)
+
+
+def plan_query(query: Node, model: str | None) -> tuple[Plan, tuple[Fired, ...]]:
+    """Rewrite and plan a query; all that can be wrong with it is found here.
+
+    model: for a query that asks nothing.
+    """
+    if not isinstance(query, Node):
+        raise UsageError("not a query", expected="a query node", found=describe(query))
+    optimized = optimize(query, default_model=model)
+    return make_plan(optimized.query), optimized.trace
+
+
+class _Job:
+    """One run of one query."""
+
+    def __init__(self, query: Node, options: Options, on_text: OnText | None) -> None:
+        self.options = options
+        self.on_text = on_text
+        self.plan, self.trace = plan_query(query, options.model)
+        self.engines: dict[str, Engine] = {}
+        self.only: Engine | None = None
+        self.results: dict[int, CallResult] = {}
+        self.interrupt: asyncio.Future[None] | None = None
+
+    def model_of(self, call: Call) -> str:
+        return self.options.model or call.node.model
+
+    def models(self) -> list[str]:
+        """Every model that is needed, once, in the order of the plan."""
+        return list(dict.fromkeys(self.model_of(call) for call in self.plan.calls))
+
+    def open(self, model: str, opener: Opener) -> None:
+        try:
+            self.engines[model] = opener(model)
+        except UsageError as error:
+            if self.options.model or error.path:
+                raise
+            first = next(call for call in self.plan.calls if call.node.model == model)
+            raise UsageError(str(error), path=f"{first.path}.g.model") from error
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+
+    async def run(self, engine: Engine | None) -> RunResult:
+        self.only = engine
+        started = time.perf_counter()
+        await self._run_steps()
+        answers = [self.results[id].result.text for id in self.plan.answers]
+        return RunResult(
+            result=put_answers(self.plan.query, answers),
+            answers=answers,
+            calls=[self.results[call.id] for call in self.plan.calls],
+            query=self.plan.query,
+            trace=self.trace,
+            seed=self.options.seed,
+            scope=self.options.scope,
+            placement=self.options.placement,
+            seconds=time.perf_counter() - started,
+        )
+
+    async def _run_steps(self) -> None:
+        steps = self.plan.steps
+        followers: list[list[int]] = [[] for _ in steps]
+        missing = [len(step.waits_for) for step in steps]
+        for step in steps:
+            for earlier in step.waits_for:
+                followers[earlier].append(step.id)
+        ready = [step.id for step in steps if not step.waits_for]  # sorted, so a heap already
+        running: dict[asyncio.Future[Any], int] = {}
+        self.interrupt = asyncio.get_running_loop().create_future()
+
+        def finish(done: int) -> None:
+            for follower in followers[done]:
+                missing[follower] -= 1
+                if not missing[follower]:
+                    heapq.heappush(ready, follower)
+
+        try:
+            while ready or running:
+                while ready and len(running) < self.options.max_concurrency:
+                    step = steps[heapq.heappop(ready)]
+                    if isinstance(step, Call):
+                        running[asyncio.ensure_future(self._call(step))] = step.id
+                    else:
+                        finish(step.id)
+                if not running:
+                    continue
+                await asyncio.wait([*running, self.interrupt], return_when=asyncio.FIRST_COMPLETED)
+                if self.interrupt.done():
+                    self.interrupt.result()
+                # In the order of the plan, so that of several failures the same one is reported.
+                for task, id in sorted(running.items(), key=lambda item: item[1]):
+                    if task.done():
+                        del running[task]
+                        task.result()
+                        finish(id)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            self.interrupt.cancel()
+
+    async def _call(self, call: Call) -> None:
+        request = self._request(call)
+        engine = self.only or self.engines[request.model]
+        try:
+            result = await engine.generate(request, self._listener(call))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and _being_cancelled(task):
+                raise
+            raise KvspanError(f"{call.path}: the engine cancelled the call") from None
+        except Exception as error:
+            raise _placed(error, call.path) from error
+        assert request.temperature is not None
+        self.results[call.id] = CallResult(
+            call.path, request.model, request.seed, request.temperature, request.max_tokens, result
+        )
+
+    def _request(self, call: Call) -> GenerateRequest:
+        node, options = call.node, self.options
+        below = node.input
+        where = f"{call.path}.g.input"
+        if call.inputs:
+            below = put_answers(below, [self.results[id].result.text for id in call.inputs])
+        try:
+            prompt = to_prompt(below, where)
+        except UsageError:
+            raise KvspanError(f"{where}: every answer it was to read came back empty") from None
+        temperature = node.temperature
+        if temperature is None:
+            temperature = options.temperature
+        return GenerateRequest(
+            prompt=prompt,
+            model=self.model_of(call),
+            # 0 is spnl's word for "the server's default".
+            max_tokens=node.max_tokens or options.max_tokens or None,
+            temperature=DEFAULT_TEMPERATURE if temperature is None else float(temperature),
+            seed=derive_seed(options.seed, call.path),
+            scope=options.scope,
+            placement=options.placement,
+            salt=options.salt,
+            path=call.path,
+        )
+
+    def _listener(self, call: Call) -> Callable[[str], None] | None:
+        if self.on_text is None:
+            return None
+        on_text, interrupt = self.on_text, self.interrupt
+
+        def deliver(text: str) -> None:
+            # Engines call this from the event loop, where an exception would only be logged.
+            try:
+                on_text(call.path, text)
+            except Exception as error:
+                if interrupt is not None and not interrupt.done():
+                    interrupt.set_exception(error)
+
+        return deliver
+
+
+def _being_cancelled(task: asyncio.Task[Any]) -> bool:
+    cancelling = getattr(task, "cancelling", None)  # Python 3.11
+    return cancelling is None or cancelling() > 0
+
+
+def _placed(error: Exception, path: str) -> KvspanError:
+    """The error with the path of the call in front, of the same kind."""
+    message = str(error)
+    if isinstance(error, KvspanError):
+        kind = UsageError if isinstance(error, UsageError) else KvspanError
+        if message.startswith((f"{path}:", f"{path}.")):
+            return kind(message)
+        return kind(f"{path}: {message}")
+    return KvspanError(f"{path}: generate failed: {type(error).__name__}: {message}")
