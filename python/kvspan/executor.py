@@ -41,6 +41,7 @@ OnText = Callable[[str, str], None]
 class CallResult:
     """One generate call as it was made, and what came back."""
 
+    id: int
     path: str
     model: str
     seed: int
@@ -51,6 +52,7 @@ class CallResult:
     def to_obj(self) -> dict[str, Any]:
         """As JSON values. Times are seconds, counts are tokens."""
         return {
+            "id": self.id,
             "path": self.path,
             "model": self.model,
             "seed": self.seed,
@@ -69,13 +71,14 @@ class RunResult:
     """The outcome of a query.
 
     result: the query with an assistant node in the place of every outermost generate.
-    answers: the texts of those, in document order.
+    answers, answer_ids: the texts of those and the ids of their calls, in document order.
     calls: every call that was made, inner ones included, in the order of the plan.
     query, trace: the query after rewriting, and the rules that did it. seconds: wall time.
     """
 
     result: Node
     answers: list[str]
+    answer_ids: list[int]
     calls: list[CallResult]
     query: Node
     trace: tuple[Fired, ...]
@@ -98,6 +101,7 @@ class RunResult:
         """As JSON values; nested as deeply as the query is, so write it with ``dump_json``."""
         return {
             "answers": self.answers,
+            "answer_ids": self.answer_ids,
             "result": to_obj(self.result),
             "usage": asdict(self.usage),
             "seconds": self.seconds,
@@ -267,6 +271,7 @@ class _Job:
         return RunResult(
             result=put_answers(self.plan.query, answers),
             answers=answers,
+            answer_ids=list(self.plan.answers),
             calls=[self.results[call.id] for call in self.plan.calls],
             query=self.plan.query,
             trace=self.trace,
@@ -332,7 +337,13 @@ class _Job:
             raise _placed(error, call.path) from error
         assert request.temperature is not None
         self.results[call.id] = CallResult(
-            call.path, request.model, request.seed, request.temperature, request.max_tokens, result
+            id=call.id,
+            path=call.path,
+            model=request.model,
+            seed=request.seed,
+            temperature=request.temperature,
+            max_tokens=request.max_tokens,
+            result=result,
         )
 
     def _request(self, call: Call) -> GenerateRequest:

@@ -1,0 +1,466 @@
+"""The ``kvspan`` command.
+
+Answers go to stdout and everything else to stderr. Exit status: 0, 2 for a mistake in what was
+asked, 1 for a failure, 130 after Ctrl-C. An error is one line; KVSPAN_DEBUG=1 adds the traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from kvspan import __version__
+from kvspan.errors import KvspanError, UsageError
+
+if TYPE_CHECKING:
+    from kvspan.engine import Engine
+    from kvspan.executor import RunResult
+    from kvspan.progress import Bars
+    from kvspan.query.nodes import Node
+
+EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+_EXAMPLES = """\
+examples:
+  kvspan demo
+      A small real model answers questions over passages, without and with reuse.
+  kvspan run query.yaml --model demo
+      Run a query; its answer goes to stdout.
+  echo '{"user": "The capital of France is"}' | kvspan run - --model demo --max-tokens 8
+      Messages alone are a query too: the model goes on from them.
+  kvspan explain query.json
+      Show the query, how it is rewritten, and where its tokens go. Runs nothing.
+  kvspan run query.json --json | jq .answers[0]
+      Answers, usage, timings, and what was reused, moved and prepared, as one JSON object.
+
+exit status:
+  0 done, 1 failed, 2 a mistake in the command line or the query, 130 interrupted by Ctrl-C
+
+environment:
+  KVSPAN_DEBUG=1  show the traceback of an error
+"""
+
+_RUN_EPILOG = """\
+A query file is JSON or YAML; '-' reads it from stdin. Several answers are printed one after the
+other, each below a line '--- PATH' that names the generate it is from. With --json, stdout gets
+nothing but one JSON object, warnings included, and an error is one JSON object on stderr:
+{"error": {"kind": "usage" or "failure" or "interrupted", "message": ..., "path": ..., ...}}
+
+--temperature and --max-tokens are for generates that set none of their own; --model replaces the
+model of every generate.
+"""
+
+_DEMO_EPILOG = "Needs the extra kvspan[demo]."
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports mistakes as one line, like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see '{self.prog} -h')")
+
+
+def entry_point() -> NoReturn:
+    """The process's own main."""
+    sys.exit(main())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status. Prints, and raises nothing but SystemExit for -h."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in words
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a character the terminal cannot show
+    try:
+        args = _parser(words).parse_args(words)
+        status = int(args.command(args) or 0)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Whoever read our output has left. Nothing can be said, not even by the flush at exit.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+    except KeyboardInterrupt:
+        _debug_traceback()
+        return _report(KvspanError("interrupted"), "interrupted", EXIT_INTERRUPTED, as_json)
+    except UsageError as error:
+        _debug_traceback()
+        return _report(error, "usage", EXIT_USAGE, as_json)
+    except KvspanError as error:
+        _debug_traceback()
+        return _report(error, "failure", EXIT_FAILURE, as_json)
+    except MemoryError:
+        _debug_traceback()
+        return _report(KvspanError("out of memory"), "failure", EXIT_FAILURE, as_json)
+    except Exception as error:
+        _debug_traceback()
+        text = f"internal error: {type(error).__name__}: {error} (KVSPAN_DEBUG=1 shows where)"
+        return _report(KvspanError(text), "failure", EXIT_FAILURE, as_json)
+
+
+def _debug_traceback() -> None:
+    if os.environ.get("KVSPAN_DEBUG", "") not in ("", "0"):
+        import traceback
+
+        traceback.print_exc()
+
+
+def _report(error: KvspanError, kind: str, status: int, as_json: bool) -> int:
+    line = f"kvspan: {'' if kind == 'interrupted' else 'error: '}{error}"
+    if as_json:
+        fields: dict[str, Any] = {"kind": kind, "message": str(error), "exit_status": status}
+        for name in ("source", "path", "line", "column", "expected", "found"):
+            value = getattr(error, name, None)
+            if value is not None:
+                fields[name] = value
+        line = json.dumps({"error": fields}, ensure_ascii=False)
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
+    return status
+
+
+# --- the command line ------------------------------------------------------------------------
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="kvspan",
+        description="Span queries: say which parts of a prompt may move, and have them reused.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"kvspan {__version__}")
+    parser.set_defaults(command=lambda args: _no_command(parser))
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_run(commands)
+    _add_explain(commands)
+    _add_demo(commands, words)
+    return parser
+
+
+def _no_command(parser: argparse.ArgumentParser) -> int:
+    parser.print_help(sys.stderr)
+    return EXIT_USAGE
+
+
+def _add_command(commands: Any, name: str, help: str, epilog: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=help,
+        description=help,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    return parser
+
+
+def _add_query(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="query in JSON or YAML; '-' is stdin")
+    parser.add_argument(
+        "--lenient",
+        action="store_true",
+        help="warn about unknown keys and legacy forms of spnl instead of refusing them",
+    )
+    parser.add_argument(
+        "--model", metavar="ID_OR_PATH", help="use this model in place of every model in the query"
+    )
+    parser.add_argument(
+        "--scope",
+        choices=("anchored", "isolated", "full"),
+        default="anchored",
+        help="what a span attends to: the text before the first span and itself (anchored, the "
+        "default), itself only (isolated), or everything before it (full: nothing is reused)",
+    )
+    parser.add_argument(
+        "--placement",
+        choices=("sequential", "parallel"),
+        default="sequential",
+        help="positions of spans: one after another (sequential, the default), or side by side "
+        "(parallel: no key is rotated and no block copied)",
+    )
+    parser.add_argument(
+        "--block-size",
+        type=_whole(1),
+        default=16,
+        metavar="TOKENS",
+        help="tokens per KV block; spans are padded to whole blocks (default %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quiet", action="store_true", help="no progress, notes or warnings")
+
+
+def _add_run(commands: Any) -> None:
+    parser = _add_command(commands, "run", "run a query and print its answer", _RUN_EPILOG)
+    _add_query(parser)
+    add = parser.add_argument
+    add("--seed", type=_whole(None), default=0, help="seed of the run (default %(default)s)")
+    add(
+        "--temperature",
+        type=_number(0, "0 or more"),
+        metavar="T",
+        help="for generates that set none: 0 is greedy (default 0.6)",
+    )
+    add(
+        "--max-tokens",
+        type=_whole(0),
+        metavar="N",
+        help="for generates that set none (default: the engine's)",
+    )
+    add("--salt", default="", help="tenant salt: runs with other salts share no cached blocks")
+    add(
+        "--stream",
+        action="store_true",
+        help="print the answer as it comes also when stdout is no terminal (queries whose root "
+        "is one generate)",
+    )
+    add(
+        "--concurrency",
+        type=_whole(1),
+        default=16,
+        metavar="N",
+        help="calls that may run at the same time (default %(default)s)",
+    )
+    add_engine_options(parser)
+    parser.set_defaults(command=_run)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the embedded engine, for every command that opens one."""
+    add = parser.add_argument
+    add(
+        "--kv-cache-gib",
+        type=_number(None, "more than 0"),
+        default=1.0,
+        metavar="GIB",
+        help="memory for cached keys and values (default %(default)s)",
+    )
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="type of weights and cache (auto: float32 on CPU, the checkpoint's on a GPU)",
+    )
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default %(default)s)")
+    add("--threads", type=_whole(1), metavar="N", help="CPU threads (default: all cores)")
+
+
+def _add_explain(commands: Any) -> None:
+    parser = _add_command(
+        commands,
+        "explain",
+        "show how a query is rewritten, planned and laid out; run nothing",
+        "Token counts need the tokenizer of the query's model (or of --model); no weights are "
+        "loaded.\nWithout one, the parts of each prompt are shown, and why they are not counted.",
+    )
+    _add_query(parser)
+    parser.set_defaults(command=_explain)
+
+
+def _add_demo(commands: Any, words: Sequence[str]) -> None:
+    help = "watch a real model answer over passages, without and with reuse"
+    parser = _add_command(commands, "demo", help, _DEMO_EPILOG)
+    # The demo brings its own options; it is not imported for any other command.
+    if words[:1] == ["demo"]:
+        from kvspan.demo import run as demo
+
+        demo.add_arguments(parser)
+        parser.set_defaults(command=demo.main)
+
+
+def _whole(least: int | None) -> Any:
+    def parse(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            value = int(text)
+            if least is None or value >= least:
+                return value
+        bound = "" if least is None else f", {least} or more"
+        raise argparse.ArgumentTypeError(f"expected a whole number{bound}, got {text!r}")
+
+    return parse
+
+
+def _number(least: float | None, words: str) -> Any:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        fits = value > 0 if least is None else value >= least
+        if not (math.isfinite(value) and fits):
+            raise argparse.ArgumentTypeError(f"expected a number, {words}, got {text!r}")
+        return value
+
+    return parse
+
+
+# --- the commands ----------------------------------------------------------------------------
+
+
+def _read_query(args: argparse.Namespace) -> tuple[Node, list[str]]:
+    """The query, and what the lenient reader has to say about it."""
+    from kvspan.query.read import QueryWarning, load, loads
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", QueryWarning)
+        if args.file == "-":
+            data = sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read()
+            query = loads(data, lenient=args.lenient, source="<stdin>")
+        else:
+            query = load(args.file, lenient=args.lenient)
+    said = [str(warning.message) for warning in caught]
+    for line in said:
+        _say(args, f"warning: {line}")
+    return query, said
+
+
+def _say(args: argparse.Namespace, line: str) -> None:
+    # With --json, stderr is for one JSON object if anything; warnings are part of the answer.
+    if not (args.quiet or args.json):
+        print(f"kvspan: {line}", file=sys.stderr, flush=True)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from kvspan.executor import plan_query, run
+    from kvspan.progress import Bars
+    from kvspan.query.nodes import Generate
+    from kvspan.query.write import dump_json
+
+    query, said = _read_query(args)
+    # Everything that can be wrong with the query is said before a model is loaded.
+    plan, _ = plan_query(query, args.model)
+    one = isinstance(plan.query, Generate)
+    root = plan.steps[plan.answers[0]].path if one else None  # type: ignore[union-attr]
+    streaming = one and not args.json and (args.stream or sys.stdout.isatty())
+
+    def on_text(path: str, text: str) -> None:
+        if path == root:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    bars = Bars(args.quiet or args.json)
+    with contextlib.closing(bars):
+        result = run(
+            query,
+            open=lambda model: open_engine_with(args, model, bars),
+            on_text=on_text if streaming else None,
+            model=args.model,
+            seed=args.seed,
+            scope=args.scope,
+            placement=args.placement,
+            salt=args.salt,
+            temperature=args.temperature,
+            max_tokens=args.max_tokens,
+            max_concurrency=args.concurrency,
+        )
+    if args.json:
+        print(dump_json({**result.to_obj(), "warnings": said}, 2))
+        return 0
+    if streaming:
+        print(flush=True)
+    else:
+        _print_answers(result)
+    _print_summary(args, result)
+    return 0
+
+
+def open_engine_with(args: argparse.Namespace, model: str, bars: Bars) -> Engine:
+    """The engine that the options of ``add_engine_options`` (and ``--block-size``) describe."""
+    with _needs("local"):
+        import torch
+
+        from kvspan.engine import open_engine
+
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        return open_engine(
+            model,
+            block_size=args.block_size,
+            kv_cache_gib=args.kv_cache_gib,
+            dtype=args.dtype,
+            device=args.device,
+            progress=bars,
+        )
+
+
+@contextlib.contextmanager
+def _needs(extra: str) -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("kvspan"):
+            raise
+        raise KvspanError(
+            f"{error.name} is not installed (pip install 'kvspan[{extra}]')"
+        ) from error
+
+
+def _print_answers(result: RunResult) -> None:
+    wanted = set(result.answer_ids)
+    answered = [call for call in result.calls if call.id in wanted]
+    for call in answered:
+        if len(answered) > 1:
+            print(f"--- {call.path}")
+        print(call.result.text)
+
+
+def _print_summary(args: argparse.Namespace, result: RunResult) -> None:
+    usage, calls = result.usage, result.calls
+    moved = sum(call.result.reuse.moved_tokens for call in calls)
+    prepared = sum(call.result.reuse.prepared_tokens for call in calls)
+    first = min((call.result.timings.ttft for call in calls), default=0.0)
+    notes = dict.fromkeys(
+        f"note: {call.path}: {note}" for call in calls for note in call.result.reuse.notes
+    )
+    for note in notes:
+        _say(args, note)
+    _say(
+        args,
+        f"{len(calls)} {'call' if len(calls) == 1 else 'calls'}, "
+        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} from the cache, "
+        f"{moved} moved, {prepared} prepared), {usage.completion_tokens} new tokens, "
+        f"first token after {first:.2f} s, {result.seconds:.2f} s in all",
+    )
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from kvspan.explain import explain, render, tokenizer_layouts
+    from kvspan.query.write import dump_json
+
+    query, said = _read_query(args)
+    explanation = explain(
+        query,
+        model=args.model,
+        scope=args.scope,
+        placement=args.placement,
+        block_size=args.block_size,
+        layout_for=tokenizer_layouts(args.block_size),
+    )
+    if args.model and explanation.layouts and all(x.missing for x in explanation.layouts):
+        # The model was asked for by name, so that it cannot be had is an error.
+        raise UsageError(str(explanation.layouts[0].missing))
+    if args.json:
+        print(dump_json({**explanation.to_obj(), "warnings": said}, 2))
+    else:
+        sys.stdout.write(render(explanation, unicode=_can_show("├─│└", sys.stdout)))
+    return 0
+
+
+def _can_show(text: str, stream: Any) -> bool:
+    try:
+        text.encode(getattr(stream, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

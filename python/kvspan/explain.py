@@ -1,0 +1,416 @@
+"""What would be run: the query, the rules that fire on it, the calls, and where their tokens go.
+
+Nothing is run and no weights are loaded; a tokenizer is enough to count tokens and blocks, and
+without one the parts of each prompt are shown as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvspan.engine import GenerateRequest, Placement, Scope
+from kvspan.errors import KvspanError, shorten_path
+from kvspan.executor import plan_query
+from kvspan.query.nodes import Generate, Node, Text, count_nodes
+from kvspan.query.optimizer import Fired
+from kvspan.query.plan import Barrier, Call, Message, Plan, Prompt, Span, put_answers, to_prompt
+from kvspan.query.write import to_obj
+
+if TYPE_CHECKING:
+    from kvspan.layout import SpanLayout
+
+# Gives the layout of a request; raises KvspanError where it cannot.
+LayoutFor = Callable[[GenerateRequest], "SpanLayout"]
+
+MAX_DEPTH = 40  # levels of a tree that are drawn
+HEAD, TAIL = 12, 3  # entries of a long list that are shown at its two ends
+TEXT_WIDTH = 60  # characters of a text that are shown
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a prompt. Half-open ranges of tokens and of blocks; None without a tokenizer.
+
+    positions: RoPE positions of the first token and after the last, in the chosen placement.
+    """
+
+    kind: Literal["anchor", "span", "text"]
+    messages: tuple[Message, ...]
+    tokens: tuple[int, int] | None = None
+    blocks: tuple[int, int] | None = None
+    positions: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class CallLayout:
+    """Layout of one call. missing: why there are no token counts, if there are none.
+
+    open: paths of the calls whose answers stand in the prompt and are not known yet; a short
+    placeholder is counted for each.
+    """
+
+    path: str
+    model: str
+    parts: tuple[Part, ...]
+    num_tokens: int | None = None
+    open: tuple[str, ...] = ()
+    missing: str | None = None
+
+    def to_obj(self) -> dict[str, Any]:
+        """As JSON values."""
+        obj = asdict(self)
+        obj["parts"] = [
+            {key: value for key, value in asdict(part).items() if value is not None}
+            for part in self.parts
+        ]
+        return obj
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All that ``kvspan explain`` shows."""
+
+    query: Node
+    plan: Plan
+    trace: tuple[Fired, ...]
+    scope: Scope
+    placement: Placement
+    block_size: int
+    layouts: tuple[CallLayout, ...] = field(default=())
+
+    def to_obj(self) -> dict[str, Any]:
+        """As JSON values; nested as deeply as the query is, so write it with ``dump_json``."""
+        return {
+            "query": to_obj(self.query),
+            "rules": [asdict(fired) for fired in self.trace],
+            "rewritten": to_obj(self.plan.query),
+            "plan": self.plan.to_obj(),
+            "scope": self.scope,
+            "placement": self.placement,
+            "block_size": self.block_size,
+            "layouts": [layout.to_obj() for layout in self.layouts],
+        }
+
+
+def explain(
+    query: Node,
+    *,
+    model: str | None = None,
+    scope: Scope = "anchored",
+    placement: Placement = "sequential",
+    block_size: int = 16,
+    layout_for: LayoutFor | None = None,
+) -> Explanation:
+    """Explain a query without running it.
+
+    model: used instead of every model the query names. layout_for: gives token layouts; without it
+    (or where it raises KvspanError) the parts come without counts.
+    """
+    plan, trace = plan_query(query, model)
+    layouts = []
+    for call in plan.calls:
+        inputs = [plan.steps[id] for id in call.inputs]
+        open_paths = tuple(step.path for step in inputs if isinstance(step, Call))
+        answers = [f"<answer of {shorten_path(path)}>" for path in open_paths]
+        prompt = to_prompt(put_answers(call.node.input, answers), f"{call.path}.g.input")
+        request = GenerateRequest(
+            prompt=prompt,
+            model=model or call.node.model,
+            scope=scope,
+            placement=placement,
+            path=call.path,
+        )
+        layouts.append(_call_layout(request, open_paths, layout_for))
+    return Explanation(query, plan, trace, scope, placement, block_size, tuple(layouts))
+
+
+def tokenizer_layouts(block_size: int) -> LayoutFor:
+    """Layouts from the tokenizers of the models that requests name; each is loaded once."""
+    encoders: dict[str, Any] = {}
+
+    def layout_for(request: GenerateRequest) -> SpanLayout:
+        model = request.model
+        if model not in encoders:
+            try:
+                encoders[model] = _load_encoder(model, block_size)
+            except KvspanError as error:
+                encoders[model] = error
+        if isinstance(encoders[model], KvspanError):
+            raise encoders[model]
+        layout: SpanLayout = encoders[model].encode(request.prompt, request.scope)
+        return layout
+
+    return layout_for
+
+
+def _load_encoder(model: str, block_size: int) -> Any:
+    try:
+        from kvspan.engine.loading import load_tokenizer
+        from kvspan.layout import PromptEncoder
+    except ModuleNotFoundError as error:
+        raise KvspanError(f"{error.name} is not installed (pip install 'kvspan[local]')") from None
+    return PromptEncoder(load_tokenizer(model), block_size)
+
+
+def _call_layout(
+    request: GenerateRequest, open_paths: tuple[str, ...], layout_for: LayoutFor | None
+) -> CallLayout:
+    groups = _groups(request.prompt, request.scope)
+    missing: str | None = "no model was given"
+    if layout_for is not None:
+        try:
+            layout = layout_for(request)
+        except KvspanError as error:
+            missing = str(error)
+        else:
+            parts = tuple(_counted(layout, groups, request.placement))
+            return CallLayout(request.path, request.model, parts, layout.num_tokens, open_paths)
+    parts = tuple(Part(kind, messages) for kind, messages in groups if messages)
+    return CallLayout(request.path, request.model, parts, None, open_paths, missing)
+
+
+_Group = tuple[Literal["anchor", "span", "text"], tuple[Message, ...]]
+
+
+def _groups(prompt: Prompt, scope: Scope) -> list[_Group]:
+    """The prompt as an anchor (may be empty), then spans with the text between them."""
+    spans = scope != "full"
+    groups: list[_Group] = [("anchor", ())]
+    for item in prompt:
+        if isinstance(item, Span) and spans:
+            groups.append(("span", item.messages))
+            continue
+        messages = item.messages if isinstance(item, Span) else (item,)
+        kind, before = groups[-1]
+        if kind == "span":
+            groups.append(("text", messages))
+        else:
+            groups[-1] = (kind, before + messages)
+    return groups
+
+
+def _counted(layout: SpanLayout, groups: list[_Group], placement: Placement) -> Iterable[Part]:
+    positions = layout.positions(placement)
+    size = layout.block_size
+    left = iter(groups)
+    group: _Group | None = next(left, None)
+    for kind, start, end in layout.segments():
+        messages: tuple[Message, ...] = ()
+        # Segments without a group are template text; groups without a segment had no tokens.
+        while group is not None and group[0] != kind and (kind == "span" or group[0] == "anchor"):
+            group = next(left, None)
+        if group is not None and group[0] == kind:
+            messages = group[1]
+            group = next(left, None)
+        yield Part(
+            kind,  # type: ignore[arg-type]
+            messages,
+            (start, end),
+            (start // size, -(-end // size)),
+            (int(positions[start]), int(positions[end - 1]) + 1),
+        )
+
+
+# --- as text ---------------------------------------------------------------------------------
+
+
+def render(explanation: Explanation, unicode: bool = True) -> str:
+    """The explanation as text for a terminal, box-drawing characters only if ``unicode``."""
+    lines = ["Query", *draw_tree(explanation.query, unicode), "", "Rewriting"]
+    if not explanation.trace:
+        lines.append("  no rule applies")
+    for fired in explanation.trace:
+        change = f"{fired.before} -> {fired.after} nodes"
+        lines.append(f"  {fired.rule}: {change}. {fired.does}")
+    if explanation.trace:
+        lines += ["", "Rewritten query", *draw_tree(explanation.plan.query, unicode)]
+    lines += ["", *_plan_lines(explanation.plan)]
+    lines += ["", *_layout_lines(explanation)]
+    return "\n".join(lines) + "\n"
+
+
+def draw_tree(query: Node, unicode: bool = True) -> list[str]:
+    """One line per node; long joins and deep branches are cut, with a count of what is left out."""
+    tee, elbow, bar = ("├─ ", "└─ ", "│  ") if unicode else ("|- ", "`- ", "|  ")
+    lines: list[str] = []
+    # A node or a remark, the prefix of its own line and of the lines below it, and its depth.
+    stack: list[tuple[Node | str, str, str, int]] = [(query, "  ", "  ", 0)]
+    while stack:
+        item, own, below, depth = stack.pop()
+        if isinstance(item, str):
+            lines.append(own + item)
+            continue
+        lines.append(own + _label(item))
+        children: list[Node | str] = list(item.children)
+        if depth >= MAX_DEPTH and children:
+            deeper = count_nodes(item) - 1
+            children = [f"... {deeper:,} {_plural(deeper, 'node')} deeper"]
+        elif len(children) > HEAD + TAIL + 1:
+            cut = len(children) - HEAD - TAIL
+            children[HEAD:-TAIL] = [f"... {cut:,} more"]
+        for index in range(len(children) - 1, -1, -1):
+            last = index == len(children) - 1
+            branch, indent = (elbow, "   ") if last else (tee, bar)
+            stack.append((children[index], below + branch, below + indent, depth + 1))
+    return lines
+
+
+def _label(node: Node) -> str:
+    if isinstance(node, Text):
+        return f"{node.kind} {quote(node.text)}"
+    if isinstance(node, Generate):
+        label = f"g {printable(node.model)}"
+        if node.max_tokens is not None:
+            label += f" max_tokens={node.max_tokens}"
+        if node.temperature is not None:
+            label += f" temperature={node.temperature:g}"
+        return label
+    count = len(node.children)
+    if node.kind == "plus":
+        return f"plus ({count:,} {_plural(count, 'span')})"
+    return node.kind if count else f"{node.kind} (empty)"
+
+
+def printable(text: str) -> str:
+    """Text with control characters escaped: a query must not be able to steer a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def quote(text: str, width: int = TEXT_WIDTH) -> str:
+    """The beginning of a text on one line, with its length if it was cut.
+
+    >>> quote("a\\nb"), quote("x" * 100, 8)
+    ('"a b"', '"xxxxxxxx..." (100 characters)')
+    """
+    short = " ".join(text[: 4 * width].split())
+    if len(text) <= 4 * width and len(short) <= width:
+        return f'"{printable(short)}"'
+    return f'"{printable(short[:width])}..." ({len(text):,} characters)'
+
+
+def _plural(count: int, word: str) -> str:
+    return word if count == 1 else word + "s"
+
+
+def _plan_lines(plan: Plan) -> list[str]:
+    calls, answers = plan.calls, set(plan.answers)
+    lines = [f"Plan: {len(calls):,} generate {_plural(len(calls), 'call')}"]
+    rows = []
+    for call in calls:
+        waits = [str(id) for id in call.inputs]
+        after = [str(id) for id in _calls_before(plan, call.after)]
+        rows.append(
+            [
+                str(call.id),
+                shorten_path(call.path),
+                printable(call.node.model),
+                _list(waits) if waits else "-",
+                _list(after) if after else "-",
+                "yes" if call.id in answers else "",
+            ]
+        )
+    header = ["call", "path", "model", "reads answers of", "starts after", "answer"]
+    return lines + _table(header, rows)
+
+
+def _calls_before(plan: Plan, ids: Sequence[int]) -> list[int]:
+    """Calls behind the ids of steps: barriers are an inner matter of the plan."""
+    found: set[int] = set()
+    stack = list(ids)
+    while stack:
+        step = plan.steps[stack.pop()]
+        if isinstance(step, Barrier):
+            stack.extend(step.after)
+        else:
+            found.add(step.id)
+    return sorted(found)
+
+
+def _list(words: list[str]) -> str:
+    if len(words) <= 6:
+        return ", ".join(words)
+    return ", ".join([*words[:4], f"... {len(words) - 5} more", words[-1]])
+
+
+def _layout_lines(explanation: Explanation) -> list[str]:
+    lines = [
+        f"Layout: scope {explanation.scope}, placement {explanation.placement}, "
+        f"blocks of {explanation.block_size} tokens"
+    ]
+    layouts = list(explanation.layouts)
+    cut = 0
+    if len(layouts) > HEAD + TAIL + 1:
+        cut = len(layouts) - HEAD - TAIL
+        layouts[HEAD:-TAIL] = []
+    for index, layout in enumerate(layouts):
+        if cut and index == HEAD:
+            lines.append(f"  ... {cut:,} more calls")
+        lines += ["", f"  {shorten_path(layout.path)} with {printable(layout.model)}"]
+        if layout.missing is not None:
+            lines.append(f"  no token counts: {layout.missing}")
+        lines += _part_lines(layout)
+        for path in layout.open[:HEAD]:
+            lines.append(
+                f"  the answer of {shorten_path(path)} is not known yet: "
+                "a placeholder stands for it"
+            )
+    return lines
+
+
+def _part_lines(layout: CallLayout) -> list[str]:
+    counted = layout.num_tokens is not None
+    header = ["part", *(["tokens", "count", "blocks", "positions"] if counted else []), "content"]
+    rows = []
+    spans = 0
+    for part in layout.parts:
+        spans += part.kind == "span"
+        # A prompt without spans is one stretch of ordinary text, not the anchor of anything.
+        alone = part.kind == "anchor" and len(layout.parts) == 1
+        row = [f"span {spans}" if part.kind == "span" else "prompt" if alone else part.kind]
+        if part.tokens and part.blocks and part.positions:
+            row += [
+                _range(part.tokens),
+                str(part.tokens[1] - part.tokens[0]),
+                _range(part.blocks),
+                _range(part.positions),
+            ]
+        content = ", ".join(f"{m.role} {quote(m.text, 40)}" for m in part.messages[:3])
+        if len(part.messages) > 3:
+            content += f", ... {len(part.messages) - 3} more"
+        rows.append([*row, content or "(chat template)"])
+    lines = _table(header, rows)
+    if counted:
+        movable = sum(
+            p.tokens[1] - p.tokens[0] for p in layout.parts if p.kind == "span" and p.tokens
+        )
+        share = movable / (layout.num_tokens or 1)
+        lines.append(
+            f"  {layout.num_tokens:,} tokens, {movable:,} of them in "
+            f"{spans:,} movable {_plural(spans, 'span')} ({share:.0%})"
+        )
+    return lines
+
+
+def _range(pair: tuple[int, int]) -> str:
+    start, end = pair
+    return f"{start}" if end == start + 1 else f"{start}-{end - 1}"
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Columns in line, two spaces apart; the middle of a long table is left out."""
+    cut = 0
+    if len(rows) > HEAD + TAIL + 1:
+        cut = len(rows) - HEAD - TAIL
+        rows = rows[:HEAD] + rows[-TAIL:]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for index, row in enumerate([header, *rows]):
+        if cut and index == HEAD + 1:
+            lines.append(f"  ... {cut:,} more")
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return lines
