@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,25 +29,58 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-PROVIDERS = ("local/", "spnl/")  # prefixes that mean "whatever this engine calls it"
+PROVIDERS = ("local/", "spnl/")
+HUB_TIMEOUT_S = 10
+DUPLICATE_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "original/*"]
 
 
 def resolve_model(name: str, progress: Progress | None = None) -> str:
-    """A folder, or a hub id, for what a user or a query calls a model."""
+    """The folder of what a user or a query calls a model; downloads or converts it if need be.
+
+    name: a folder, ``demo``, or a hub id; ``local/`` and ``spnl/`` before it are provider names
+    and mean this engine. Raises UsageError where there is no such model.
+    """
     from kvspan.demo.model import demo_model_path, is_demo_model
 
-    if is_demo_model(name):
+    plain = name
+    for provider in PROVIDERS:
+        if not Path(name).exists():
+            plain = plain.removeprefix(provider)
+    if is_demo_model(name) or is_demo_model(plain):
         return str(demo_model_path(progress))
-    for prefix in PROVIDERS:
-        name = name.removeprefix(prefix)
-    if is_demo_model(name):
-        return str(demo_model_path(progress))
-    if not name:
+    if not plain:
         raise UsageError("model: expected a folder, a hub id or 'demo', got an empty name")
-    path = Path(name).expanduser()
-    if path.exists() and not (path / "config.json").is_file():
-        raise UsageError(f"model {name}: expected a folder with config.json in it")
-    return str(path) if path.exists() else name
+    path = Path(plain).expanduser()
+    if path.exists():
+        if not (path / "config.json").is_file():
+            raise UsageError(f"model {name}: expected a folder with config.json in it")
+        return str(path)
+    return _hub_folder(plain)
+
+
+def _hub_folder(name: str) -> str:
+    """A model of the hub as a local folder, from the hub's cache where the hub is out of reach."""
+    missing = f"model {name}: there is no such folder, and"
+    try:
+        info = HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+    except (HFValidationError, RepositoryNotFoundError) as e:
+        if isinstance(e, GatedRepoError):
+            raise UsageError(f"model {name}: the hub asks for access rights: {_brief(e)}") from e
+        raise UsageError(f"{missing} the model hub has no such model; 'demo' needs no hub") from e
+    except Exception:  # no network, a proxy's refusal, offline mode: each client has its own class
+        info = None
+    files = [] if info is None else [file.rfilename for file in info.siblings or ()]
+    duplicates = DUPLICATE_WEIGHTS if any(f.endswith(".safetensors") for f in files) else []
+    try:
+        return snapshot_download(
+            name, local_files_only=info is None, ignore_patterns=["*.gguf", "*.onnx", *duplicates]
+        )
+    except Exception as e:
+        if info is None:
+            raise UsageError(
+                f"{missing} the model hub cannot be reached; 'demo' needs no hub"
+            ) from e
+        raise KvspanError(f"model {name}: the download failed: {_brief(e)}") from e
 
 
 def load_tokenizer(name: str, progress: Progress | None = None) -> PreTrainedTokenizerBase:
@@ -98,24 +132,14 @@ def _device(device: str) -> torch.device:
 
 @contextlib.contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Turn transformers' many ways to fail into one clear line."""
+    """Turn transformers' and safetensors' many ways to fail into one clear line."""
     try:
         yield
-    except KvspanError:
-        raise
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as e:
-        local = Path(name).expanduser().is_dir()
-        if isinstance(e, OSError) and not local and not isinstance(e, MemoryError):
-            raise UsageError(
-                f"model {name}: not found; expected a folder with config.json, an id that the "
-                f"model hub serves, or 'demo'"
-            ) from e
-        raise KvspanError(f"model {name}: cannot be loaded: {_one_line(e)}") from e
-    except Exception as e:  # safetensors raises its own class on corrupt files
-        raise KvspanError(f"model {name}: cannot be loaded: {_one_line(e)}") from e
+    except Exception as e:
+        raise KvspanError(f"model {name}: cannot be loaded: {_brief(e)}") from e
 
 
-def _one_line(e: Exception) -> str:
+def _brief(e: Exception) -> str:
     text = " ".join(str(e).split())
     return f"{type(e).__name__}: {text[:300]}"
 
@@ -125,17 +149,12 @@ def _quiet() -> Iterator[None]:
     """Hold back transformers' own bars and warnings: progress is reported by us."""
     bars = transformers.utils.logging.is_progress_bar_enabled()
     level = transformers.utils.logging.get_verbosity()
-    hub = logging.getLogger("huggingface_hub")
-    hub_level = hub.level
-    debug = bool(os.environ.get("KVSPAN_DEBUG"))
-    if not debug:
+    if not os.environ.get("KVSPAN_DEBUG"):
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()
-        hub.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
         if bars:
             transformers.utils.logging.enable_progress_bar()
         transformers.utils.logging.set_verbosity(level)
-        hub.setLevel(hub_level)
