@@ -23,7 +23,7 @@ from kvspan.errors import KvspanError, UsageError
 if TYPE_CHECKING:
     from kvspan.engine import Engine
     from kvspan.executor import RunResult
-    from kvspan.progress import Bars
+    from kvspan.progress import ProgressBars
     from kvspan.query.nodes import Node
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -334,7 +334,7 @@ def _say(args: argparse.Namespace, line: str) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from kvspan.executor import plan_query, run
-    from kvspan.progress import Bars
+    from kvspan.progress import ProgressBars
     from kvspan.query.nodes import Generate
     from kvspan.query.write import dump_json
 
@@ -350,8 +350,7 @@ def _run(args: argparse.Namespace) -> int:
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    bars = Bars(args.quiet or args.json)
-    with contextlib.closing(bars):
+    with ProgressBars(args.quiet or args.json) as bars:
         result = run(
             query,
             open=lambda model: open_engine_with(args, model, bars),
@@ -376,7 +375,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def open_engine_with(args: argparse.Namespace, model: str, bars: Bars) -> Engine:
+def open_engine_with(args: argparse.Namespace, model: str, bars: ProgressBars) -> Engine:
     """The engine that the options of ``add_engine_options`` (and ``--block-size``) describe."""
     with _needs("local"):
         import torch

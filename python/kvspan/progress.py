@@ -11,11 +11,11 @@ MIN_PREFILL_TOKENS = 512
 _BYTES = ("download", "convert")
 
 
-class Bars:
+class ProgressBars:
     """A ``kvspan.engine.Progress`` that draws one bar per phase, gone when the phase is done.
 
     Draws only where somebody looks: on a terminal, and not if ``quiet``. Safe to call from any
-    thread.
+    thread. A context manager: whatever is still drawn is removed at the end.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -49,6 +49,12 @@ class Bars:
             self._bar.update(done - self._bar.n)
             if done >= total:
                 self._close()
+
+    def __enter__(self) -> ProgressBars:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Remove the bar, for example before an error is printed."""
