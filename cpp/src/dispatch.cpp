@@ -12,6 +12,13 @@ namespace {
 
 using Int64Span = std::span<const std::int64_t>;
 
+bool is_empty(const TensorView& tensor) {
+  for (int i = 0; i < tensor.ndim; ++i) {
+    if (tensor.shape[i] == 0) return true;
+  }
+  return false;
+}
+
 // Both tensors have the layout that every block op shares.
 void check_block_tensors(const TensorView& src, const char* src_name, const TensorView& dst,
                          const char* dst_name) {
@@ -35,7 +42,7 @@ void check_block_tensors(const TensorView& src, const char* src_name, const Tens
   check_last_stride(dst, dst_name);
   KVSPAN_CHECK_ARG(!dst.read_only, dst_name, ": expected a writable tensor, got a read-only one");
   for (int i = 0; i < dst.ndim; ++i) {
-    KVSPAN_CHECK_ARG(dst.strides[i] != 0 || dst.shape[i] <= 1, dst_name,
+    KVSPAN_CHECK_ARG(dst.strides[i] != 0 || dst.shape[i] <= 1 || is_empty(dst), dst_name,
                      ": expected distinct elements, got a dimension expanded from size 1 to ",
                      dst.shape[i]);
   }
@@ -62,13 +69,6 @@ void check_moves(Int64Span src_blocks, Int64Span dst_blocks, const TensorView& s
 void check_num_threads(int num_threads) {
   KVSPAN_CHECK_ARG(num_threads >= 0, "num_threads: expected 0 (automatic) or more, got ",
                    num_threads);
-}
-
-bool is_empty(const TensorView& tensor) {
-  for (int i = 0; i < tensor.ndim; ++i) {
-    if (tensor.shape[i] == 0) return true;
-  }
-  return false;
 }
 
 // The same tensor with dimensions of size 1 put before the last, so that it has four.

@@ -1,0 +1,146 @@
+#include "kvspan/block_moves.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <random>
+#include <set>
+
+#include "kvspan/check.h"
+
+namespace kvspan {
+namespace {
+
+using Ids = std::vector<std::int64_t>;
+
+// What a block holds: the block its content came from and the sum of the deltas since.
+using Content = std::pair<std::int64_t, std::int64_t>;
+
+// Runs the plan on a pool, checks that no batch has a conflict, and compares with gathering all
+// sources first.
+void expect_right(const Ids& src, const Ids& dst, const Ids& deltas, const Ids& scratch,
+                  std::mt19937& random) {
+  const MovePlan plan = plan_moves(src, dst, deltas, scratch);
+  std::map<std::int64_t, Content> pool;
+  const auto content = [&](std::int64_t block) {
+    const auto found = pool.find(block);
+    return found == pool.end() ? Content{block, 0} : found->second;
+  };
+  for (std::int64_t batch = 0; batch < plan.num_batches(); ++batch) {
+    Ids order(plan.batch_offsets[batch + 1] - plan.batch_offsets[batch]);
+    ASSERT_FALSE(order.empty());
+    std::iota(order.begin(), order.end(), plan.batch_offsets[batch]);
+    const auto part = [&](const Ids& all) {
+      return std::span(all).subspan(order.front(), order.size());
+    };
+    ASSERT_NO_THROW(check_independent_moves(part(plan.src_blocks), part(plan.dst_blocks), true));
+    std::shuffle(order.begin(), order.end(), random);
+    for (const std::int64_t i : order) {
+      const auto [origin, delta] = content(plan.src_blocks[i]);
+      pool[plan.dst_blocks[i]] = {origin, delta + plan.deltas[i]};
+    }
+  }
+  std::set<std::int64_t> written(scratch.begin(), scratch.end());
+  for (std::size_t i = 0; i < dst.size(); ++i) {
+    ASSERT_EQ(content(dst[i]), (Content{src[i], deltas[i]})) << "move " << i;
+    written.insert(dst[i]);
+  }
+  for (const auto& [block, ignored] : pool) {
+    ASSERT_TRUE(written.contains(block)) << "block " << block << " was not to be written";
+  }
+}
+
+void expect_right(const Ids& src, const Ids& dst, const Ids& scratch = {}) {
+  std::mt19937 random(1);
+  Ids deltas(src.size());
+  std::iota(deltas.begin(), deltas.end(), 100);
+  expect_right(src, dst, deltas, scratch, random);
+}
+
+TEST(BlockMovesTest, NothingToDo) { EXPECT_EQ(plan_moves({}, {}, {}).num_batches(), 0); }
+
+TEST(BlockMovesTest, IndependentMovesAreOneBatch) {
+  EXPECT_EQ(plan_moves(Ids{1, 1, 2}, Ids{5, 6, 7}, Ids{0, 1, 2}).num_batches(), 1);
+  expect_right({1, 1, 2}, {5, 6, 7});
+}
+
+TEST(BlockMovesTest, Chain) { expect_right({0, 1, 2, 3}, {1, 2, 3, 4}); }
+
+TEST(BlockMovesTest, SelfMove) {
+  expect_right({3, 4}, {3, 9});
+  EXPECT_EQ(plan_moves(Ids{3}, Ids{3}, Ids{0}).num_batches(), 0);
+}
+
+TEST(BlockMovesTest, SelfMoveWithOtherReaders) { expect_right({3, 3, 3}, {3, 7, 8}); }
+
+TEST(BlockMovesTest, CycleWithFanOut) { expect_right({0, 1, 2, 1, 5}, {1, 2, 0, 5, 6}, {9}); }
+
+TEST(BlockMovesTest, ManyCyclesShareOneScratchBlock) {
+  expect_right({0, 1, 2, 3, 4, 5, 6}, {1, 0, 3, 2, 5, 6, 4}, {9});
+}
+
+TEST(BlockMovesTest, MoreScratchGivesFewerBatches) {
+  const Ids src{0, 1, 2, 3, 4, 5}, dst{1, 0, 3, 2, 5, 4}, deltas(6);
+  EXPECT_EQ(plan_moves(src, dst, deltas, Ids{10}).num_batches(), 9);
+  EXPECT_EQ(plan_moves(src, dst, deltas, Ids{10, 11, 12}).num_batches(), 3);
+}
+
+TEST(BlockMovesTest, RandomPermutationsWithFanOut) {
+  std::mt19937 random(42);
+  for (int round = 0; round < 300; ++round) {
+    const int n = std::uniform_int_distribution(1, 60)(random);
+    Ids dst(80);
+    std::iota(dst.begin(), dst.end(), 0);
+    std::shuffle(dst.begin(), dst.end(), random);
+    dst.resize(n);
+    Ids src(n), deltas(n);
+    for (auto& block : src) block = std::uniform_int_distribution(0, 79)(random);
+    if (round % 2 == 0) {
+      src = dst;
+      std::shuffle(src.begin(), src.end(), random);
+    }
+    for (auto& delta : deltas) delta = std::uniform_int_distribution(-2, 2)(random);
+    Ids scratch(std::uniform_int_distribution(1, 3)(random));
+    std::iota(scratch.begin(), scratch.end(), 1000);
+    expect_right(src, dst, deltas, scratch, random);
+  }
+}
+
+TEST(BlockMovesTest, MillionBlockCycleNeedsNoStack) {
+  const std::int64_t n = 1000000;
+  Ids src(n), dst(n), deltas(n);
+  std::iota(src.begin(), src.end(), 0);
+  for (std::int64_t i = 0; i < n; ++i) dst[i] = (i + 1) % n;
+  EXPECT_EQ(plan_moves(src, dst, deltas, Ids{n}).num_batches(), n + 1);
+}
+
+void expect_error(const char* message, const Ids& src, const Ids& dst, const Ids& deltas,
+                  const Ids& scratch = {}) {
+  try {
+    plan_moves(src, dst, deltas, scratch);
+    FAIL() << "expected: " << message;
+  } catch (const ArgumentError& error) {
+    EXPECT_STREQ(error.what(), message);
+  }
+}
+
+TEST(BlockMovesTest, Errors) {
+  expect_error("dst_blocks: expected distinct blocks, got block 5 at both 0 and 2", {0, 1, 2},
+               {5, 6, 5}, {0, 0, 0});
+  expect_error("dst_blocks: expected [2] like src_blocks, got [1]", {0, 1}, {5}, {0, 0});
+  expect_error("deltas: expected [1] like src_blocks, got [0]", {0}, {5}, {});
+  expect_error("src_blocks[0]: expected a block id >= 0, got -1", {-1}, {5}, {0});
+  expect_error("dst_blocks[0]: expected a block id >= 0, got -3", {1}, {-3}, {0});
+  expect_error(
+      "scratch_blocks: the moves form a cycle through block 0, so 1 scratch block is needed, got 0",
+      {0, 1}, {1, 0}, {0, 0});
+  expect_error("scratch_blocks[0]: block 1 is also a destination", {0}, {1}, {0}, {1});
+  expect_error("scratch_blocks: block 0 is also a source", {0}, {1}, {0}, {0});
+  expect_error("scratch_blocks: expected distinct blocks, got block 8 twice", {0}, {1}, {0},
+               {8, 8});
+}
+
+}  // namespace
+}  // namespace kvspan

@@ -1,0 +1,106 @@
+// The bodies of the CUDA kernels, run on the host (cuda/host_shim.h), against the CPU kernels.
+#include "host_shim.h"
+// The shim comes first: it stands in for <cuda_runtime.h>.
+#include "block_copy_kernel.cuh"
+#include "rerope_fixture.h"
+#include "rerope_kernel.cuh"
+
+namespace kvspan {
+namespace {
+
+using test::ReropeCase;
+
+class ReropeKernelTest : public testing::TestWithParam<ReropeCase> {};
+
+TEST_P(ReropeKernelTest, GivesTheBitsOfTheCpu) {
+  test::ReropeFixture on_shim(GetParam()), on_cpu(GetParam());
+  cuda::launch_rerope(on_shim.args(VectorIsa::kBaseline), cuda::HostLauncher{});
+  cpu::rerope(on_cpu.args(VectorIsa::kBaseline));
+  on_shim.expect_matches_reference();
+  EXPECT_EQ(on_shim.dst_bytes(), on_cpu.dst_bytes());
+}
+
+std::vector<ReropeCase> baseline_cases() {
+  std::vector<ReropeCase> cases;
+  for (const ReropeCase& c : test::rerope_cases()) {
+    if (c.isa == VectorIsa::kBaseline) cases.push_back(c);
+  }
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ReropeKernelTest, testing::ValuesIn(baseline_cases()),
+                         [](const auto& info) { return test::name_of(info.param); });
+
+TEST(ReropeKernelTest, UsesWideAccessesOnlyWhereAligned) {
+  const ReropeCase aligned{kBFloat16, true, 128, 64, false};
+  test::ReropeFixture fixture(aligned);
+  ReropeArgs args = fixture.args(VectorIsa::kBaseline);
+  EXPECT_TRUE(cuda::can_vectorize_rerope(args));
+  ReropeArgs shifted = args;
+  shifted.k_dst.data = args.k_dst.as<char>() + 2;
+  EXPECT_FALSE(cuda::can_vectorize_rerope(shifted));
+  ReropeArgs odd_stride = args;
+  odd_stride.k_src.strides[1] += 1;
+  EXPECT_FALSE(cuda::can_vectorize_rerope(odd_stride));
+  ReropeArgs short_half = args;
+  short_half.inv_freq = args.inv_freq.first(30);
+  EXPECT_FALSE(cuda::can_vectorize_rerope(short_half));
+  short_half.is_neox = false;
+  EXPECT_FALSE(cuda::can_vectorize_rerope(short_half));
+  short_half.inv_freq = args.inv_freq.first(28);
+  EXPECT_TRUE(cuda::can_vectorize_rerope(short_half));
+}
+
+TEST(ReropeKernelTest, MoreMovesThanOneLaunchHolds) {
+  const std::int64_t num_blocks = 2 * cuda::kReropeMovesPerLaunch + 5;
+  std::vector<float> src(num_blocks * 8), on_shim(src.size()), on_cpu(src.size());
+  for (std::size_t i = 0; i < src.size(); ++i) src[i] = static_cast<float>(i % 97) - 48;
+  std::vector<std::int64_t> blocks(num_blocks), reversed(num_blocks), deltas(num_blocks);
+  for (std::int64_t i = 0; i < num_blocks; ++i) {
+    blocks[i] = i;
+    reversed[i] = num_blocks - 1 - i;
+    deltas[i] = i - 50;
+  }
+  const std::vector<float> inv_freq{1.0f, 0.25f};
+  ReropeArgs args;
+  args.k_src = test::make_view(src.data(), kFloat32, {num_blocks, 2, 1, 4});
+  args.src_blocks = blocks;
+  args.dst_blocks = reversed;
+  args.deltas = deltas;
+  args.inv_freq = inv_freq;
+  args.k_dst = test::make_view(on_shim.data(), kFloat32, {num_blocks, 2, 1, 4});
+  cuda::launch_rerope(args, cuda::HostLauncher{4});
+  args.k_dst = test::make_view(on_cpu.data(), kFloat32, {num_blocks, 2, 1, 4});
+  args.isa = VectorIsa::kBaseline;
+  cpu::rerope(args);
+  EXPECT_EQ(on_shim, on_cpu);
+}
+
+// Rows of every width, and so every size of access.
+TEST(BlockCopyKernelTest, GivesTheBytesOfTheCpu) {
+  for (const int row_bytes : {1, 2, 4, 8, 16, 24, 96}) {
+    for (const bool is_hnd : {false, true}) {
+      const DType dtype{TypeCode::kUInt, 8};
+      auto src = test::make_bytes(5 * 3 * 2 * row_bytes, row_bytes);
+      std::vector<std::uint8_t> on_shim(src.size(), 0xee), on_cpu(src.size(), 0xee);
+      const std::vector<std::int64_t> from{4, 0, 0}, to{1, 2, 4};
+      BlockCopyArgs args;
+      args.src = test::make_view(src.data(), dtype, {5, 3, 2, row_bytes});
+      args.src_blocks = from;
+      args.dst_blocks = to;
+      const auto dst_view = [&](std::vector<std::uint8_t>& dst) {
+        return is_hnd
+                   ? test::transpose(test::make_view(dst.data(), dtype, {5, 2, 3, row_bytes}), 1, 2)
+                   : test::make_view(dst.data(), dtype, {5, 3, 2, row_bytes});
+      };
+      args.dst = dst_view(on_shim);
+      cuda::launch_block_copy(args, cuda::HostLauncher{8});
+      args.dst = dst_view(on_cpu);
+      cpu::copy_blocks(args);
+      EXPECT_EQ(on_shim, on_cpu) << row_bytes << (is_hnd ? " hnd" : " nhd");
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvspan

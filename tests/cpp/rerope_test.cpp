@@ -1,0 +1,83 @@
+// The CPU rerope on every instruction set of this machine against a reference in double.
+#include "kvspan/rerope.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "rerope_fixture.h"
+#include "test_tensor.h"
+
+namespace kvspan {
+namespace {
+
+using test::ReropeCase;
+
+class ReropeTest : public testing::TestWithParam<ReropeCase> {};
+
+TEST_P(ReropeTest, MatchesTheReference) {
+  const ReropeCase& param = GetParam();
+  test::ReropeFixture fixture(param);
+  cpu::rerope(fixture.args(param.isa));
+  fixture.expect_matches_reference();
+}
+
+TEST_P(ReropeTest, EveryIsaGivesTheBaselinesBits) {
+  const ReropeCase& param = GetParam();
+  test::ReropeFixture fixture(param), baseline(param);
+  cpu::rerope(fixture.args(param.isa));
+  cpu::rerope(baseline.args(VectorIsa::kBaseline));
+  EXPECT_EQ(fixture.dst_bytes(), baseline.dst_bytes());
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ReropeTest, testing::ValuesIn(test::rerope_cases()),
+                         [](const auto& info) { return test::name_of(info.param); });
+
+class ConversionTest : public testing::TestWithParam<VectorIsa> {
+ protected:
+  // Every 16-bit pattern through a rotation by nothing (frequency 0 has cosine 1 and sine 0).
+  std::vector<std::uint16_t> round_trip(DType dtype) {
+    const std::int64_t num_patterns = 65536;
+    std::vector<std::uint16_t> in(2 * num_patterns), out(2 * num_patterns);
+    for (std::int64_t i = 0; i < num_patterns; ++i) {
+      in[i / 64 * 128 + i % 64] = static_cast<std::uint16_t>(i);
+    }
+    const std::vector<float> inv_freq(64, 0.0f);
+    const std::vector<std::int64_t> block{0}, delta{1};
+    ReropeArgs args;
+    args.k_src = test::make_view(in.data(), dtype, {1, 1, 1024, 128});
+    args.k_dst = test::make_view(out.data(), dtype, {1, 1, 1024, 128});
+    args.src_blocks = args.dst_blocks = block;
+    args.deltas = delta;
+    args.inv_freq = inv_freq;
+    args.isa = GetParam();
+    cpu::rerope(args);
+    std::vector<std::uint16_t> patterns(num_patterns);
+    for (std::int64_t i = 0; i < num_patterns; ++i) patterns[i] = out[i / 64 * 128 + i % 64];
+    return patterns;
+  }
+};
+
+TEST_P(ConversionTest, EveryBFloat16RoundTrips) {
+  const auto patterns = round_trip(kBFloat16);
+  for (std::uint32_t i = 0; i < 65536; ++i) {
+    const bool is_nan = (i & 0x7fff) > 0x7f80;
+    ASSERT_EQ(patterns[i], is_nan ? i | 0x40 : i) << "bits " << i;
+  }
+}
+
+TEST_P(ConversionTest, EveryFloat16RoundTrips) {
+  const auto patterns = round_trip(kFloat16);
+  for (std::uint32_t i = 0; i < 65536; ++i) {
+    const bool is_nan = (i & 0x7fff) > 0x7c00;
+    ASSERT_EQ(patterns[i], is_nan ? i | 0x200 : i) << "bits " << i;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(AllIsas, ConversionTest, testing::ValuesIn(vector_isas()),
+                         [](const auto& info) { return std::string(to_string(info.param)); });
+
+}  // namespace
+}  // namespace kvspan
