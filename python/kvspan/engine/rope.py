@@ -26,8 +26,9 @@ class UnsupportedModelError(Exception):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One attention layer. inv_freq: float32 [rotary_dim / 2]; empty where keys do not rotate.
+    """One attention layer.
 
+    inv_freq: float32 [rotary_dim / 2] in host memory; empty where keys do not rotate.
     window: sliding window in tokens, the current one included; None without.
     """
 
@@ -111,7 +112,7 @@ def probe_layers(model: PreTrainedModel) -> tuple[list[LayerSpec], str]:
                 head_dim=probe.keys[layer].shape[-1],
                 value_dim=probe.value_dims[layer],
                 window=probe.windows[layer],
-                inv_freq=inv_freq,
+                inv_freq=inv_freq.cpu(),
                 is_neox=is_neox,
             )
         )
