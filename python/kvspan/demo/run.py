@@ -281,11 +281,11 @@ def _set_threads(threads: int | None) -> int:
 
     if threads is not None:
         torch.set_num_threads(threads)
-    return torch.get_num_threads()
+    return int(torch.get_num_threads())
 
 
 def _peak_memory_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024  # Linux counts in KiB
 
 
 def _print(line: str) -> None:
