@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvspan.engine import PLACEMENTS, SCOPES, GenerateRequest, Placement, Scope, Usage
-from kvspan.errors import KvspanError, UsageError
+from kvspan.errors import KvspanError, UsageError, shorten_path
 from kvspan.query.nodes import Node, check_max_tokens, check_temperature, describe
 from kvspan.query.optimizer import Fired, optimize
 from kvspan.query.plan import Call, Plan, make_plan, put_answers, to_prompt
@@ -332,7 +332,8 @@ class _Job:
             task = asyncio.current_task()
             if task is not None and _being_cancelled(task):
                 raise
-            raise KvspanError(f"{call.path}: the engine cancelled the call") from None
+            path = shorten_path(call.path)
+            raise KvspanError(f"{path}: the engine cancelled the call") from None
         except Exception as error:
             raise _placed(error, call.path) from error
         assert request.temperature is not None
@@ -355,6 +356,7 @@ class _Job:
         try:
             prompt = to_prompt(below, where)
         except UsageError:
+            where = shorten_path(where)
             raise KvspanError(f"{where}: every answer it was to read came back empty") from None
         temperature = node.temperature
         if temperature is None:
@@ -396,9 +398,11 @@ def _being_cancelled(task: asyncio.Task[Any]) -> bool:
 def _placed(error: Exception, path: str) -> KvspanError:
     """The error with the path of the call in front, of the same kind."""
     message = str(error)
+    place = shorten_path(path)
     if isinstance(error, KvspanError):
         kind = UsageError if isinstance(error, UsageError) else KvspanError
-        if message.startswith((f"{path}:", f"{path}.")):
-            return kind(message)
-        return kind(f"{path}: {message}")
-    return KvspanError(f"{path}: generate failed: {type(error).__name__}: {message}")
+        for named in (path, place):  # engines may name the path themselves
+            if message.startswith((f"{named}: ", f"{named}.")):
+                return kind(place + message[len(named) :])
+        return kind(f"{place}: {message}")
+    return KvspanError(f"{place}: generate failed: {type(error).__name__}: {message}")

@@ -6,10 +6,14 @@ None is left out, everything else is written as it stands: the files are plain s
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from kvspan.query.nodes import Generate, Node, Path, Text, fold
+
+# Control characters, and line breaks that YAML parsers fold or disagree on: need double quotes.
+_ESCAPED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\xa0\u2028\u2029\ufeff]")
 
 # Deeper than this nothing is indented further, or the size of text would grow with the square.
 _MAX_INDENT = 40
@@ -124,7 +128,7 @@ def _yaml_events(value: Any) -> Iterator[Any]:
             stack.extend(reversed(item))
         elif isinstance(item, str):
             plain = resolver.resolve(yaml.ScalarNode, item, (True, False))
-            style = "|" if "\n" in item else None
+            style = '"' if _ESCAPED.search(item) else "|" if "\n" in item else None
             implicit = (plain == "tag:yaml.org,2002:str", True)
             yield yaml.ScalarEvent(None, None, implicit, item, style=style)
         else:

@@ -1,0 +1,73 @@
+"""Random queries for property tests, and two shapes that break recursive code."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from kvspan.query.builders import cross, g, plus, seq
+from kvspan.query.nodes import (
+    MAX_MAX_TOKENS,
+    Assistant,
+    Cross,
+    Generate,
+    Node,
+    Par,
+    Plus,
+    Seq,
+    System,
+    User,
+)
+
+# All of Unicode but lone surrogates, with what YAML finds difficult more often than by chance.
+_awkward = st.sampled_from(
+    [
+        *("", " ", "\n", "\n\n a", "a\n", " lead", "trail ", "\t", "\r", "a\r\nb", "\x85"),
+        *("\u2028", "\ufeff", "null", "~", "yes", "3", "1e5", "0x1", "- a", "a: b", "# c", "'"),
+        *('"', "|", "é", "🦜", "\x00", "\x7f", "%", "@", "2024-01-01", "<<", "=", "?", "*x"),
+        *("&x", "!t", "\\", "a #b", ": "),
+    ]
+)
+_characters = st.characters(blacklist_categories=["Cs"])
+texts = st.one_of(
+    _awkward, st.text(_characters, max_size=30), st.lists(_awkward, max_size=4).map("".join)
+)
+messages = st.builds(lambda cls, text: cls(text), st.sampled_from([User, System, Assistant]), texts)
+_models = st.one_of(st.just("M"), st.text(_characters, min_size=1, max_size=8))
+_max_tokens = st.none() | st.integers(0, MAX_MAX_TOKENS)
+_temperatures = st.none() | st.floats(0, allow_nan=False, allow_infinity=False)
+
+
+def _grow(children: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
+    joins = st.builds(
+        lambda cls, items: cls(tuple(items)),
+        st.sampled_from([Seq, Par, Cross, Plus]),
+        st.lists(children, max_size=4),
+    )
+    return st.one_of(
+        joins, joins, st.builds(Generate, _models, children, _max_tokens, _temperatures)
+    )
+
+
+queries = st.recursive(messages, _grow, max_leaves=12)
+
+
+def deep_query(depth: int) -> Node:
+    """Generates in crosses in generates..."""
+    query: Node = User("innermost")
+    for level in range(depth):
+        query = g("M", query) if level % 2 else cross(f"level {level}", query)
+    return g("M", query)
+
+
+def deep_joins(depth: int) -> Node:
+    """One generate over a join in a join in a join, of changing kinds."""
+    query: Node = User("innermost")
+    for level in range(depth):
+        query = (cross, plus, seq)[level // 5 % 3]("x", query)
+    return g("M", query)
+
+
+def wide_query(spans: int) -> Node:
+    """One generate over many spans."""
+    passages = plus(f"passage {n}\nof several lines" for n in range(spans))
+    return g("M", cross(System("s"), passages, User("q")))
