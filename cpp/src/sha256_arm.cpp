@@ -24,7 +24,7 @@ bool has_armv8_sha2() {
 #if defined(__clang__)
 __attribute__((target("sha2")))
 #else
-__attribute__((target("+sha2")))
+__attribute__((target("+crypto")))  // what arm_neon.h of GCC 12 asks for
 #endif
 void compress_armv8(std::uint32_t state[8], const std::uint8_t* chunks, std::size_t num_chunks) {
   uint32x4_t abcd = vld1q_u32(state);

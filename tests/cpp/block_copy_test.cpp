@@ -62,7 +62,7 @@ TEST(BlockCopyTest, EveryPairOfLayouts) {
       args.src_blocks = from;
       args.dst_blocks = to;
       copy_blocks(args);
-      std::size_t num_written = 0;
+      std::int64_t num_written = 0;
       for (std::size_t m = 0; m < from.size(); ++m) {
         for (std::int64_t n = 0; n < kTokens; ++n) {
           for (std::int64_t h = 0; h < kHeads; ++h) {
@@ -73,7 +73,7 @@ TEST(BlockCopyTest, EveryPairOfLayouts) {
           }
         }
       }
-      ASSERT_EQ(num_written, 3u * kTokens * kHeads * kDim);
+      ASSERT_EQ(num_written, 3 * kTokens * kHeads * kDim);
       EXPECT_EQ(dst_bytes, std::vector<std::uint8_t>(dst_bytes.size(), 0xee))
           << "wrote outside of its blocks, " << src_kind << " to " << dst_kind;
     }
