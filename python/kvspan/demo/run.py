@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 DEFAULT_QUESTIONS = 8
 PROOF_QUESTIONS = 2
+LEAST_QUESTIONS = PROOF_QUESTIONS + 1  # the first finds no passage in the cache and proves nothing
 MAX_TOKENS = 10  # the longest accepted answer and a little more
+FULL, COLD, WARM, PROOF = "no reuse", "spans, first", "spans, warm", "proof"
+MODES = (FULL, COLD, WARM)
 TOLERANCE = 1e-4  # of log-probabilities between a warm and an empty cache, in float32
 
 
@@ -49,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=DEFAULT_QUESTIONS,
         metavar="N",
-        help=f"how many to ask, 2 to {len(load().questions)} (default: %(default)s)",
+        help=f"how many to ask, {LEAST_QUESTIONS} to {len(load().questions)} "
+        f"(default: %(default)s)",
     )
     parser.add_argument(
         "--placement",
@@ -72,7 +76,7 @@ class Asked:
     """One question, answered."""
 
     question: Question
-    mode: str  # "no reuse", "spans, cold", "spans, warm" or "proof"
+    mode: str  # one of MODES, or PROOF
     right: bool
     result: GenerateResult
 
@@ -122,7 +126,7 @@ class Demo:
                 prompt=to_prompt(query),
                 max_tokens=MAX_TOKENS,
                 temperature=0.0,
-                scope="full" if mode == "no reuse" else "anchored",
+                scope="full" if mode == FULL else "anchored",
                 placement=self.placement,
                 return_logprobs=True,
             )
@@ -140,24 +144,24 @@ class Demo:
         self.say("\n1. No reuse: full attention over everything, from an empty cache")
         for question, order in zip(questions, orders, strict=True):
             self.engine.clear_cache()
-            self._show(await self.ask(question, order, "no reuse"))
+            self._show(await self.ask(question, order, FULL))
         self.say("\n2. Span queries: each passage's KV is computed once, and reused at any place")
         self.engine.clear_cache()
         warm = []
         for i, (question, order) in enumerate(zip(questions, orders, strict=True)):
-            asked = await self.ask(question, order, "spans, warm" if i else "spans, cold")
+            asked = await self.ask(question, order, WARM if i else COLD)
             self._show(asked)
             warm.append(asked)
         self.say("\n3. Proof: the same prompts from an empty cache give the same answers")
         for i in range(len(questions) - PROOF_QUESTIONS, len(questions)):
             self.engine.clear_cache()
-            again = await self.ask(questions[i], orders[i], "proof")
+            again = await self.ask(questions[i], orders[i], PROOF)
             self._prove(questions[i], warm[i].result, again.result)
 
     def _show(self, asked: Asked) -> None:
         reuse = asked.result.reuse
         note = ""
-        if asked.mode != "no reuse":
+        if asked.mode != FULL:
             note = f"  [{reuse.reused_tokens} of {reuse.span_tokens} passage tokens reused]"
         mark = "ok   " if asked.right else "WRONG"
         self.say(f"   {asked.result.timings.ttft:7.3f} s  {mark}  {asked.question.question}{note}")
@@ -183,19 +187,19 @@ class Demo:
         )
 
     def summary(self) -> dict[str, Any]:
-        def ttft(mode: str) -> float:
-            return statistics.median(a.result.timings.ttft for a in self.asked if a.mode == mode)
-
-        def right(*modes: str) -> int:
-            return sum(a.right for a in self.asked if a.mode in modes)
-
+        modes = {}
+        for mode in MODES:
+            answers = [asked for asked in self.asked if asked.mode == mode]
+            modes[mode] = {
+                "asked": len(answers),
+                "right": sum(asked.right for asked in answers),
+                "ttft": statistics.median(asked.result.timings.ttft for asked in answers),
+            }
         return {
-            "ttft_no_reuse": ttft("no reuse"),
-            "ttft_spans_cold": ttft("spans, cold"),
-            "ttft_spans_warm": ttft("spans, warm"),
-            "speedup_warm": ttft("no reuse") / ttft("spans, warm"),
-            "right_no_reuse": right("no reuse"),
-            "right_spans": right("spans, cold", "spans, warm"),
+            "modes": modes,
+            "warm_speedup": modes[FULL]["ttft"] / modes[WARM]["ttft"],
+            "right_full": modes[FULL]["right"],
+            "right_spans": modes[COLD]["right"] + modes[WARM]["right"],
             "proof_holds": all(proof.holds for proof in self.proofs),
             "max_abs_delta": max(proof.max_abs_delta for proof in self.proofs),
             "peak_memory_bytes": _peak_memory_bytes(),
@@ -205,9 +209,9 @@ class Demo:
 def main(args: argparse.Namespace) -> int:
     """Run the demo. 0: the answers did not depend on the cache; 1: they did."""
     data = load()
-    if not PROOF_QUESTIONS <= args.questions <= len(data.questions):
+    if not LEAST_QUESTIONS <= args.questions <= len(data.questions):
         raise UsageError(
-            f"--questions: expected {PROOF_QUESTIONS} to {len(data.questions)}, "
+            f"--questions: expected {LEAST_QUESTIONS} to {len(data.questions)}, "
             f"got {args.questions}"
         )
     if args.threads is not None and args.threads < 1:
@@ -251,7 +255,7 @@ def main(args: argparse.Namespace) -> int:
         }
         print(json.dumps(report, indent=1))
     else:
-        _print_summary(summary, args.questions)
+        _print_summary(summary)
     if not summary["proof_holds"]:
         raise KvspanError(
             f"demo: the proof failed: an answer depends on the cache (log-probabilities differ by "
@@ -260,18 +264,13 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_summary(summary: dict[str, Any], questions: int) -> None:
+def _print_summary(summary: dict[str, Any]) -> None:
     print(f"\n{'':20}{'median TTFT':>12}{'right answers':>16}")
-    rows = (
-        ("no reuse", summary["ttft_no_reuse"], f"{summary['right_no_reuse']} of {questions}"),
-        ("spans, first", summary["ttft_spans_cold"], ""),
-        ("spans, warm", summary["ttft_spans_warm"], ""),
-    )
-    for name, seconds, right in rows:
-        print(f"{name:20}{seconds:10.3f} s{right:>16}")
-    print(f"{'spans, all':20}{'':12}{summary['right_spans']:>10} of {questions}")
+    for mode, row in summary["modes"].items():
+        right = f"{row['right']} of {row['asked']}"
+        print(f"{mode:20}{row['ttft']:10.3f} s{right:>16}")
     print(
-        f"\nWith passages reused the first token comes {summary['speedup_warm']:.1f} times sooner. "
+        f"\nWith passages reused the first token comes {summary['warm_speedup']:.1f} times sooner. "
         f"Peak memory {summary['peak_memory_bytes'] / 2**30:.1f} GiB."
     )
 
