@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvspan.engine.attention import attending
+from kvspan.reference import rotate
 
 ROPE_TYPES = ("default", "linear", "llama3")
 PROBE_POSITIONS = (0, 3, 61)  # far enough apart to tell frequencies, small enough for fp32
@@ -64,26 +65,6 @@ class _Probe:
         return value.repeat_interleave(group, dim=0).transpose(0, 1)
 
 
-def rotate(
-    keys: torch.Tensor, position: int, inv_freq: torch.Tensor, is_neox: bool
-) -> torch.Tensor:
-    """keys [..., head_dim] rotated by position in float64; dims past rotary_dim untouched."""
-    angle = position * inv_freq.double()
-    cos, sin = angle.cos(), angle.sin()
-    half = inv_freq.numel()
-    out = keys.double().clone()
-    if is_neox:
-        a, b = out[..., :half].clone(), out[..., half : 2 * half].clone()
-        out[..., :half], out[..., half : 2 * half] = a * cos - b * sin, b * cos + a * sin
-    else:
-        a, b = out[..., 0 : 2 * half : 2].clone(), out[..., 1 : 2 * half : 2].clone()
-        out[..., 0 : 2 * half : 2], out[..., 1 : 2 * half : 2] = (
-            a * cos - b * sin,
-            b * cos + a * sin,
-        )
-    return out
-
-
 def probe_layers(model: PreTrainedModel) -> tuple[list[LayerSpec], str]:
     """The spec of every layer, and why spans cannot be repositioned ("" when they can).
 
@@ -112,7 +93,7 @@ def probe_layers(model: PreTrainedModel) -> tuple[list[LayerSpec], str]:
                 head_dim=probe.keys[layer].shape[-1],
                 value_dim=probe.value_dims[layer],
                 window=probe.windows[layer],
-                inv_freq=inv_freq.cpu(),
+                inv_freq=inv_freq,
                 is_neox=is_neox,
             )
         )
@@ -158,12 +139,12 @@ def _rope_parameters(config: object) -> list[dict[str, object]]:
 
 
 def _inverse_frequencies(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Every distinct inv_freq buffer of the model, float32."""
+    """Every distinct inv_freq buffer of the model, float32 in host memory."""
     found: list[torch.Tensor] = []
     for name, buffer in model.named_buffers():
         leaf = name.rsplit(".", 1)[-1]
         if leaf.endswith("inv_freq") and "original" not in leaf:
-            freq = buffer.detach().float().flatten()
+            freq = buffer.detach().float().cpu().flatten()
             if not any(freq.shape == f.shape and torch.equal(freq, f) for f in found):
                 found.append(freq)
     return found
@@ -176,17 +157,17 @@ def _explain_keys(
 
     keys: [Hkv, positions * tokens, D]. The third value is the relative error that remains.
     """
-    keys = keys.unflatten(1, (len(PROBE_POSITIONS), PROBE_TOKENS)).double()
-    base = keys[:, 0]
-    none = torch.empty(0, dtype=torch.float32, device=keys.device)
-    options = [(none, True)]
+    x = keys.double().cpu().unflatten(1, (len(PROBE_POSITIONS), PROBE_TOKENS)).movedim(0, 2)
+    base, moved = x[:1].expand(len(PROBE_POSITIONS) - 1, -1, -1, -1), x[1:]
+    options = [(torch.empty(0, dtype=torch.float32), True)]
     for inv_freq in candidates:
         if 2 * inv_freq.numel() <= keys.shape[-1]:
             options += [(inv_freq, True), (inv_freq, False)]
 
     def error(option: tuple[torch.Tensor, bool]) -> float:
-        moved = [rotate(base, position, *option) for position in PROBE_POSITIONS[1:]]
-        return float((keys[:, 1:] - torch.stack(moved, 1)).norm() / keys[:, 1:].norm())
+        inv_freq, is_neox = option
+        expected = rotate(base, PROBE_POSITIONS[1:], inv_freq, is_neox=is_neox)
+        return float((moved - expected).norm() / moved.norm())
 
     best = min(options, key=error)
     return (*best, error(best))
