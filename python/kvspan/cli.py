@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvspan import __version__
@@ -340,17 +340,26 @@ def _run(args: argparse.Namespace) -> int:
 
     query, said = _read_query(args)
     # Everything that can be wrong with the query is said before a model is loaded.
-    plan, _ = plan_query(query, args.model)
+    with _named_after(args.file):
+        plan, _ = plan_query(query, args.model)
     one = isinstance(plan.query, Generate)
     root = plan.steps[plan.answers[0]].path if one else None  # type: ignore[union-attr]
     streaming = one and not args.json and (args.stream or sys.stdout.isatty())
 
+    written = False
+
     def on_text(path: str, text: str) -> None:
+        nonlocal written
         if path == root:
+            written = True
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    with ProgressBars(args.quiet or args.json) as bars:
+    with (
+        _named_after(args.file),
+        _line_ended(lambda: written),
+        ProgressBars(args.quiet or args.json) as bars,
+    ):
         result = run(
             query,
             open=lambda model: open_engine_with(args, model, bars),
@@ -367,12 +376,33 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         print(dump_json({**result.to_obj(), "warnings": said}, 2))
         return 0
-    if streaming:
-        print(flush=True)
-    else:
+    if not streaming:
         _print_answers(result)
+    elif not written:
+        print()
     _print_summary(args, result)
     return 0
+
+
+@contextlib.contextmanager
+def _named_after(file: str) -> Iterator[None]:
+    """Put the file in front of the JSON path of an error."""
+    try:
+        yield
+    except UsageError as error:
+        if error.path and not error.source:
+            error.source = "<stdin>" if file == "-" else file
+        raise
+
+
+@contextlib.contextmanager
+def _line_ended(written: Callable[[], bool]) -> Iterator[None]:
+    """End the line of an answer that was streamed, also when it was cut short."""
+    try:
+        yield
+    finally:
+        if written():
+            print(flush=True)
 
 
 def open_engine_with(args: argparse.Namespace, model: str, bars: ProgressBars) -> Engine:
@@ -435,21 +465,22 @@ def _print_summary(args: argparse.Namespace, result: RunResult) -> None:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from kvspan.explain import explain, render, tokenizer_layouts
+    from kvspan.explain import TokenizerLayouts, explain, render
     from kvspan.query.write import dump_json
 
     query, said = _read_query(args)
-    explanation = explain(
-        query,
-        model=args.model,
-        scope=args.scope,
-        placement=args.placement,
-        block_size=args.block_size,
-        layout_for=tokenizer_layouts(args.block_size),
-    )
-    if args.model and explanation.layouts and all(x.missing for x in explanation.layouts):
-        # The model was asked for by name, so that it cannot be had is an error.
-        raise UsageError(str(explanation.layouts[0].missing))
+    layouts = TokenizerLayouts(args.block_size)
+    if args.model:
+        layouts.load(args.model)  # asked for by name: that it cannot be had is an error
+    with _named_after(args.file):
+        explanation = explain(
+            query,
+            model=args.model,
+            scope=args.scope,
+            placement=args.placement,
+            block_size=args.block_size,
+            layout_for=layouts,
+        )
     if args.json:
         print(dump_json({**explanation.to_obj(), "warnings": said}, 2))
     else:

@@ -254,7 +254,8 @@ class _Job:
         try:
             self.engines[model] = opener(model)
         except UsageError as error:
-            if self.options.model or error.path:
+            # Other mistakes, a bad device for example, have nothing to do with the query.
+            if self.options.model or error.path or not str(error).startswith("model"):
                 raise
             first = next(call for call in self.plan.calls if call.node.model == model)
             raise UsageError(str(error), path=f"{first.path}.g.model") from error

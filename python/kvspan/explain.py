@@ -19,7 +19,7 @@ from kvspan.query.plan import Barrier, Call, Message, Plan, Prompt, Span, put_an
 from kvspan.query.write import to_obj
 
 if TYPE_CHECKING:
-    from kvspan.layout import SpanLayout
+    from kvspan.layout import PromptEncoder, SpanLayout
 
 # Gives the layout of a request; raises KvspanError where it cannot.
 LayoutFor = Callable[[GenerateRequest], "SpanLayout"]
@@ -126,26 +126,30 @@ def explain(
     return Explanation(query, plan, trace, scope, placement, block_size, tuple(layouts))
 
 
-def tokenizer_layouts(block_size: int) -> LayoutFor:
+class TokenizerLayouts:
     """Layouts from the tokenizers of the models that requests name; each is loaded once."""
-    encoders: dict[str, Any] = {}
 
-    def layout_for(request: GenerateRequest) -> SpanLayout:
-        model = request.model
-        if model not in encoders:
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._encoders: dict[str, PromptEncoder | KvspanError] = {}
+
+    def load(self, model: str) -> PromptEncoder:
+        """Raises UsageError or KvspanError where the tokenizer cannot be had."""
+        if model not in self._encoders:
             try:
-                encoders[model] = _load_encoder(model, block_size)
+                self._encoders[model] = _load_encoder(model, self.block_size)
             except KvspanError as error:
-                encoders[model] = error
-        if isinstance(encoders[model], KvspanError):
-            raise encoders[model]
-        layout: SpanLayout = encoders[model].encode(request.prompt, request.scope)
-        return layout
+                self._encoders[model] = error
+        encoder = self._encoders[model]
+        if isinstance(encoder, KvspanError):
+            raise encoder
+        return encoder
 
-    return layout_for
+    def __call__(self, request: GenerateRequest) -> SpanLayout:
+        return self.load(request.model).encode(request.prompt, request.scope)
 
 
-def _load_encoder(model: str, block_size: int) -> Any:
+def _load_encoder(model: str, block_size: int) -> PromptEncoder:
     try:
         from kvspan.engine.loading import load_tokenizer
         from kvspan.layout import PromptEncoder

@@ -1,0 +1,28 @@
+"""The examples in the docstrings of the query side."""
+
+from __future__ import annotations
+
+import doctest
+from importlib import import_module
+
+import pytest
+
+MODULES = [
+    "errors",
+    "executor",
+    "explain",
+    "query.builders",
+    "query.nodes",
+    "query.optimizer",
+    "query.plan",
+    "query.read",
+    "query.text",
+    "query.write",
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_doctests(name: str) -> None:
+    failed, tried = doctest.testmod(import_module(f"kvspan.{name}"))
+    assert failed == 0
+    assert tried > 0
