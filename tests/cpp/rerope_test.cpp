@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <string>
+#include <tuple>
 
 #include "rerope_fixture.h"
 #include "test_tensor.h"
@@ -73,6 +74,42 @@ TEST_P(ConversionTest, EveryFloat16RoundTrips) {
   for (std::uint32_t i = 0; i < 65536; ++i) {
     const bool is_nan = (i & 0x7fff) > 0x7c00;
     ASSERT_EQ(patterns[i], is_nan ? i | 0x200 : i) << "bits " << i;
+  }
+}
+
+// A frequency whose cosine, as a float, ends in the given bits: a tie when rounded to a 16-bit
+// type.
+float frequency_with_cosine_bits(std::uint32_t mask, std::uint32_t wanted) {
+  for (float frequency = 0.5f; frequency < 1.5f; frequency = std::nextafter(frequency, 2.0f)) {
+    const auto cosine = static_cast<float>(std::cos(static_cast<double>(frequency)));
+    std::uint32_t bits;
+    std::memcpy(&bits, &cosine, 4);
+    if ((bits & mask) == wanted) return frequency;
+  }
+  ADD_FAILURE() << "no such cosine";
+  return 0.0f;
+}
+
+TEST_P(ConversionTest, TiesRoundToEven) {
+  // The lowest kept bit and the dropped ones: even and odd, exactly half way.
+  for (const auto& [dtype, dropped_bits, one] :
+       {std::tuple{kBFloat16, 16, 0x3f80}, std::tuple{kFloat16, 13, 0x3c00}}) {
+    const std::uint32_t mask = (2u << dropped_bits) - 1;
+    for (const std::uint32_t lowest_kept : {0u, 1u}) {
+      const std::uint32_t wanted = lowest_kept << dropped_bits | 1u << (dropped_bits - 1);
+      const std::vector<float> inv_freq{frequency_with_cosine_bits(mask, wanted)};
+      const std::vector<std::int64_t> block{0}, delta{1};
+      std::vector<std::uint16_t> in{static_cast<std::uint16_t>(one), 0}, out(2);
+      ReropeArgs args;
+      args.k_src = test::make_view(in.data(), dtype, {1, 1, 1, 2});
+      args.k_dst = test::make_view(out.data(), dtype, {1, 1, 1, 2});
+      args.src_blocks = args.dst_blocks = block;
+      args.deltas = delta;
+      args.inv_freq = inv_freq;
+      args.isa = GetParam();
+      cpu::rerope(args);  // 1 * cosine, 1 * sine
+      EXPECT_EQ(out[0] & 1, 0) << to_string(dtype) << ", lowest kept bit " << lowest_kept;
+    }
   }
 }
 
