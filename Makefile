@@ -90,5 +90,6 @@ $(VENV)/.test: $(VENV)/.demo
 	touch $@
 
 $(VENV)/.lint: constraints.txt | $(VENV)/.venv
-	$(PIP) install -q -c constraints.txt ruff mypy clang-format numpy tqdm types-PyYAML types-tqdm
+	$(PIP) install -q -c constraints.txt ruff mypy clang-format numpy tqdm huggingface_hub types-PyYAML \
+	  types-tqdm
 	touch $@
