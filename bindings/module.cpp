@@ -36,9 +36,18 @@ kvspan::Digest to_digest(std::string_view bytes, const char* name) {
   return digest;
 }
 
+std::vector<kvspan::SpanRange> to_spans(py::handle pairs) {
+  try {
+    return pairs.cast<std::vector<kvspan::SpanRange>>();
+  } catch (const py::cast_error&) {
+    throw kvspan::TypeError("spans: expected a sequence of (start, end) pairs of integers");
+  }
+}
+
 py::array_t<std::uint8_t> extend(kvspan::BlockChain& chain, py::handle token_ids,
-                                 const std::vector<kvspan::SpanRange>& spans) {
+                                 py::handle span_pairs) {
   const BorrowedTensor tokens(token_ids, "token_ids");
+  const auto spans = to_spans(span_pairs);
   const auto& view = tokens.view();
   const std::int64_t num_keys = chain.num_new_blocks(view.ndim == 1 ? view.shape[0] : 0);
   py::array_t<std::uint8_t> keys({num_keys, std::int64_t{32}});

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -304,6 +305,29 @@ def test_bad_tokens(tokens: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         chain.extend(tokens)
     assert chain.num_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "spans", [[(0, 4)], [[0, 4]], ((np.int64(0), np.int32(4)),), np.array([[0, 4]])], ids=repr
+)
+def test_span_containers(spans: Any) -> None:
+    assert keys_of(range(8), spans) == keys_of(range(8), [(0, 4)])
+
+
+@pytest.mark.parametrize("spans", [[(0.5, 4)], [(0, 4, 8)], [4], 4, [("0", "4")]], ids=repr)
+def test_bad_span_containers(spans: Any) -> None:
+    with pytest.raises(TypeError, match=r"spans: expected a sequence of \(start, end\) pairs"):
+        keys_of(range(8), spans)
+
+
+def test_one_chain_from_several_threads() -> None:
+    """Calls are serialised: whatever their order, equal tokens give one chain of keys."""
+    chain = BlockChain(4, root=ROOT, span_root=SPAN_ROOT, anchored=True)
+    part = np.full(4 * 997, 7, dtype=np.int64)
+    with ThreadPoolExecutor(4) as threads:
+        parts = list(threads.map(lambda _: chain.extend(part), range(16)))
+    found = {key.tobytes() for keys in parts for key in keys}
+    assert found == set(keys_of([7] * (16 * len(part))))
 
 
 def test_bad_chains() -> None:
