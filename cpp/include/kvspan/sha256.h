@@ -1,8 +1,8 @@
 // SHA-256 (FIPS 180-4) with the processor's own instructions where it has them.
 //
 // Why not OpenSSL: the core stays a static library without dependencies, so that set-up is two
-// commands and the wheel carries no libcrypto; a block of 16 tokens is two compressions (~70 ns
-// with SHA-NI), of which EVP's per-message init, final and context would take as much again; and
+// commands and the wheel carries no libcrypto; a block of 16 tokens is two compressions, about
+// 0.1 us with SHA-NI, beside which EVP's work per message (context, init, final) would show; and
 // hashing straight from one padded buffer needs no streaming interface at all. The price is this
 // one well-specified function, checked against NIST's vectors on every path.
 #pragma once
