@@ -108,6 +108,9 @@ void rerope(const ReropeArgs& args) {
       }
       move.src = src;
       move.dst = dst;
+      const bool has_next = i + 1 < end;
+      move.next_src = has_next ? block_data(k_src, args.src_blocks[order[i + 1]]) : nullptr;
+      move.next_dst = has_next ? block_data(k_dst, args.dst_blocks[order[i + 1]]) : nullptr;
       rotate_block(move);
     }
   });

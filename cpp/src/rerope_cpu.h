@@ -16,6 +16,9 @@ inline constexpr std::int64_t kTablePadding = 16;
 struct RotateArgs {
   const void* src;  // one block, [num_outer, num_inner, head_dim]
   void* dst;        // the same; equal to src, or not overlapping it
+  // The blocks of the call to come, to be fetched into the cache meanwhile; null for none.
+  const void* next_src;
+  const void* next_dst;
   std::int64_t num_outer, num_inner;
   std::int64_t src_outer_stride, src_inner_stride;  // elements
   std::int64_t dst_outer_stride, dst_inner_stride;

@@ -202,6 +202,17 @@ inline void rotate_interleaved(const T* src, T* dst, int64_t rotary_dim, const f
   }
 }
 
+// Fetches the row of another block. Blocks lie anywhere in memory, so the hardware prefetcher
+// starts anew in each, and conversions leave too few loads in flight to hide that.
+template <typename T>
+inline void prefetch_row(const void* block, int64_t offset, int64_t head_dim) {
+  constexpr int64_t kCacheLine = 64;
+  const char* row = reinterpret_cast<const char*>(static_cast<const T*>(block) + offset);
+  for (int64_t byte = 0; byte < head_dim * static_cast<int64_t>(sizeof(T)); byte += kCacheLine) {
+    __builtin_prefetch(row + byte);
+  }
+}
+
 template <typename T, bool kIsNeox>
 void rotate_block(const RotateArgs& by_reference) {
   const RotateArgs args = by_reference;  // a copy, which stores through dst cannot alias
@@ -211,6 +222,14 @@ void rotate_block(const RotateArgs& by_reference) {
     const T* src = static_cast<const T*>(args.src) + outer * args.src_outer_stride;
     T* dst = static_cast<T*>(args.dst) + outer * args.dst_outer_stride;
     for (int64_t inner = 0; inner < args.num_inner; ++inner) {
+      if (args.next_src) {
+        prefetch_row<T>(args.next_src,
+                        outer * args.src_outer_stride + inner * args.src_inner_stride,
+                        args.head_dim);
+        prefetch_row<T>(args.next_dst,
+                        outer * args.dst_outer_stride + inner * args.dst_inner_stride,
+                        args.head_dim);
+      }
       if constexpr (kIsNeox) {
         rotate_neox(src, dst, args.rotary_dim, args.cos_table, args.sin_table);
       } else {
