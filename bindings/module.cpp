@@ -143,7 +143,7 @@ PYBIND11_MODULE(_core, m) {
   });
 
   py::class_<kvspan::BlockChain>(m, "BlockChain")
-      .def(py::init([](std::int64_t block_size, std::string_view root, std::string_view span_root,
+      .def(py::init([](std::int64_t block_size, const py::bytes& root, const py::bytes& span_root,
                        bool anchored, std::string_view isa) {
              return std::make_unique<kvspan::BlockChain>(block_size, to_digest(root, "root"),
                                                          to_digest(span_root, "span_root"),

@@ -9,6 +9,7 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "dlpack_abi.h"
@@ -65,11 +66,20 @@ class BorrowedTensor {
     return api;
   }
 
+  // The producer's own reason (object arrays, sparse and meta tensors, ...) as one line.
+  [[noreturn]] static void refuse(const py::error_already_set& error, const char* name) {
+    const std::string reason = py::str(error.value());
+    throw TypeError(concat(
+        name, ": this tensor cannot be used by DLPack: ", reason.substr(0, reason.find('\n'))));
+  }
+
   bool borrow(py::handle object, const char* name) {
     const dlpack::ExchangeApi* api = exchange_api(Py_TYPE(object.ptr()));
     if (!api) return false;
     dlpack::Tensor tensor;
-    if (api->tensor_from_py_object(object.ptr(), &tensor) != 0) throw py::error_already_set();
+    if (api->tensor_from_py_object(object.ptr(), &tensor) != 0) {
+      refuse(py::error_already_set(), name);
+    }
     set_view(tensor, /*read_only=*/false, name);
     return true;
   }
@@ -87,8 +97,8 @@ class BorrowedTensor {
           "stream"_a = stream,
           "max_version"_a = py::make_tuple(dlpack::kMajorVersion, dlpack::kMinorVersion));
     } catch (py::error_already_set& error) {
-      if (!error.matches(PyExc_TypeError)) throw;  // a producer older than DLPack 1.0
-      capsule = export_tensor("stream"_a = stream);
+      if (!error.matches(PyExc_TypeError)) refuse(error, name);
+      capsule = export_tensor("stream"_a = stream);  // a producer older than DLPack 1.0
     }
     if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
       versioned_.reset(static_cast<dlpack::ManagedTensorVersioned*>(

@@ -92,6 +92,30 @@ def test_bad_types() -> None:
         ops.copy_blocks(np.zeros((1,) * 9), np.zeros((1,) * 9), [0], [0])
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"src": None},
+            "src: expected a numpy array or a tensor with DLPack support, got NoneType",
+        ),
+        ({"src": torch.zeros(4, 2, device="meta")}, "src: this tensor cannot be used by DLPack: "),
+        ({"dst": torch.zeros(4, 2).to_sparse()}, "dst: this tensor cannot be used by DLPack: "),
+        ({"dst": np.zeros((4, 2), ">f4")}, "dst: this tensor cannot be used by DLPack: "),
+        ({"src_blocks": None}, "src_blocks: this tensor cannot be used by DLPack: "),
+        ({"dst_blocks": [2**70]}, "dst_blocks: this tensor cannot be used by DLPack: "),
+    ],
+    ids=["none", "meta", "sparse", "byte-order", "no-blocks", "large-int"],
+)
+def test_tensors_that_cannot_be_borrowed_are_named(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "src": torch.zeros(4, 2), "dst": torch.zeros(4, 2), "src_blocks": [0], "dst_blocks": [1],
+    }  # fmt: skip
+    with pytest.raises(TypeError, match=message) as caught:
+        ops.copy_blocks(**(arguments | changes))
+    assert "\n" not in str(caught.value)
+
+
 class Producer:
     """A numpy array behind nothing but the DLPack protocol, of the version asked for."""
 
