@@ -75,7 +75,7 @@ $(VENV)/.cmake: constraints.txt | $(VENV)/.venv
 
 # What builds the extension; with it pip needs no build environment of its own, and the build
 # folder is used again.
-$(VENV)/.build-tools: constraints.txt | $(VENV)/.cmake
+$(VENV)/.build-tools: Makefile constraints.txt | $(VENV)/.cmake
 	$(PIP) install -q -c constraints.txt scikit-build-core pybind11 ninja
 	touch $@
 
@@ -89,7 +89,7 @@ $(VENV)/.test: $(VENV)/.demo
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[demo,dev]'
 	touch $@
 
-$(VENV)/.lint: constraints.txt | $(VENV)/.venv
+$(VENV)/.lint: Makefile constraints.txt | $(VENV)/.venv
 	$(PIP) install -q -c constraints.txt ruff mypy clang-format numpy tqdm huggingface_hub types-PyYAML \
 	  types-tqdm
 	touch $@
