@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,16 +44,19 @@ def _make_packages(site: Path, digest: str) -> None:
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Fake packages first on the path, a fake conversion, and an empty cache at ``cache``."""
     site = tmp_path / "site"
     _make_packages(site, hashlib.sha256(b"".join(PARTS)).hexdigest())
     monkeypatch.syspath_prepend(str(site))
-    for package in (SUMS_PACKAGE, *PART_PACKAGES):
-        monkeypatch.delitem(sys.modules, package, raising=False)
+    packages = (SUMS_PACKAGE, *PART_PACKAGES)
+    real = {package: sys.modules.pop(package) for package in packages if package in sys.modules}
     monkeypatch.setenv("KVSPAN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(demo_model, "_convert", _convert)
-    return site
+    yield site
+    for package in packages:  # later tests must meet the real ones again
+        sys.modules.pop(package, None)
+    sys.modules.update(real)
 
 
 @pytest.fixture
