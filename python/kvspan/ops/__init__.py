@@ -1,0 +1,36 @@
+"""The core operations: block hashes, move plans, key rotation and block copies.
+
+Every tensor argument is a numpy array or any tensor with DLPack support (torch among them) and is
+used in place, never copied. Importing this module imports numpy and the C++ extension, not torch.
+
+Names of shapes: ``num_blocks`` blocks of a paged KV pool, ``block_size`` tokens per block,
+``num_kv_heads`` and ``head_dim`` of the attention layer. Block tensors are written NHD,
+``[num_blocks, block_size, num_kv_heads, head_dim]``; an HND pool is passed as a permuted view.
+"""
+
+from __future__ import annotations
+
+from kvspan import _core
+from kvspan.ops.hash import BlockChain, digest_fields, sha256_isas
+from kvspan.ops.moves import MovePlan, plan_moves
+from kvspan.ops.rerope import copy_blocks, rerope, vector_isas
+
+__all__ = [
+    "BlockChain",
+    "MovePlan",
+    "copy_blocks",
+    "cuda_status",
+    "digest_fields",
+    "plan_moves",
+    "rerope",
+    "sha256_isas",
+    "vector_isas",
+]
+
+
+def cuda_status() -> str:
+    """One line on CUDA: not in this build, in it without a usable device, or the device count."""
+    if not _core.built_with_cuda():
+        return "built without CUDA"
+    count = _core.cuda_device_count()
+    return f"{count} CUDA device(s)" if count else "no CUDA device"
