@@ -38,7 +38,7 @@ void check_token_ids(const Token* tokens, std::int64_t stride, std::int64_t num_
 BlockChain::BlockChain(std::int64_t block_size, const Digest& root, const Digest& span_root,
                        bool anchored, Sha256Isa isa)
     : block_size_(block_size),
-      compress_(sha256_compress(isa)),
+      code_(sha256_code(isa)),
       span_root_(span_root),
       anchored_(anchored),
       outer_(root) {
@@ -155,7 +155,7 @@ std::uint8_t* BlockChain::hash_blocks(const Token* tokens, std::int64_t stride,
     filled += count;
     if (filled == block_size_) {
       std::memcpy(preimage_.data() + kParentOffset, parent.data(), parent.size());
-      parent = sha256_padded(compress_, preimage_.data(), preimage_.size() / 64);
+      parent = sha256_padded(code_, preimage_.data(), preimage_.size() / 64);
       std::memcpy(keys, parent.data(), parent.size());
       keys += parent.size();
       filled = 0;
@@ -171,7 +171,7 @@ Digest BlockChain::hash_pair(const char* tag, const Digest& first, const Digest&
   std::memcpy(preimage + kTagBytes, first.data(), sizeof(Digest));
   std::memcpy(preimage + kTagBytes + sizeof(Digest), second.data(), sizeof(Digest));
   sha256_write_padding(preimage, kSize);
-  return sha256_padded(compress_, preimage, sizeof(preimage) / 64);
+  return sha256_padded(code_, preimage, sizeof(preimage) / 64);
 }
 
 }  // namespace kvspan

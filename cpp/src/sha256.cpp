@@ -55,6 +55,14 @@ void compress_scalar(std::uint32_t state[8], const std::uint8_t* chunks, std::si
   }
 }
 
+// Nothing to gain: the scalar rounds fill the processor already.
+void compress_pair_scalar(std::uint32_t first_state[8], const std::uint8_t* first_chunks,
+                          std::uint32_t second_state[8], const std::uint8_t* second_chunks,
+                          std::size_t num_chunks) {
+  compress_scalar(first_state, first_chunks, num_chunks);
+  compress_scalar(second_state, second_chunks, num_chunks);
+}
+
 }  // namespace sha256_impl
 
 std::vector<Sha256Isa> sha256_isas() {
@@ -68,17 +76,21 @@ std::vector<Sha256Isa> sha256_isas() {
   return isas;
 }
 
-Sha256Compress sha256_compress(Sha256Isa isa) {
+Sha256Code sha256_code(Sha256Isa isa) {
   static const Sha256Isa best = sha256_isas().front();
   if (isa == Sha256Isa::kAuto) isa = best;
 #if defined(__x86_64__)
-  if (isa == Sha256Isa::kShaNi && best == isa) return sha256_impl::compress_sha_ni;
+  if (isa == Sha256Isa::kShaNi && best == isa) {
+    return {sha256_impl::compress_sha_ni, sha256_impl::compress_pair_sha_ni};
+  }
 #elif defined(__aarch64__)
-  if (isa == Sha256Isa::kArmv8 && best == isa) return sha256_impl::compress_armv8;
+  if (isa == Sha256Isa::kArmv8 && best == isa) {
+    return {sha256_impl::compress_armv8, sha256_impl::compress_pair_armv8};
+  }
 #endif
   KVSPAN_CHECK_ARG(isa == Sha256Isa::kScalar, "isa: this machine has no '", to_string(isa),
                    "' SHA-256; its best is '", to_string(best), "'");
-  return sha256_impl::compress_scalar;
+  return {sha256_impl::compress_scalar, sha256_impl::compress_pair_scalar};
 }
 
 std::string_view to_string(Sha256Isa isa) {
@@ -111,9 +123,9 @@ void sha256_write_padding(std::uint8_t* buffer, std::size_t size) {
   for (int i = 0; i < 8; ++i) buffer[padded - 1 - i] = static_cast<std::uint8_t>(bits >> (8 * i));
 }
 
-Digest sha256_padded(Sha256Compress compress, const std::uint8_t* chunks, std::size_t num_chunks) {
-  std::array<std::uint32_t, 8> state = kSha256InitialState;
-  compress(state.data(), chunks, num_chunks);
+namespace {
+
+Digest to_digest(const std::array<std::uint32_t, 8>& state) {
   Digest digest;
   for (int i = 0; i < 8; ++i) {
     for (int j = 0; j < 4; ++j) {
@@ -123,11 +135,27 @@ Digest sha256_padded(Sha256Compress compress, const std::uint8_t* chunks, std::s
   return digest;
 }
 
+}  // namespace
+
+Digest sha256_padded(const Sha256Code& code, const std::uint8_t* chunks, std::size_t num_chunks) {
+  std::array<std::uint32_t, 8> state = kSha256InitialState;
+  code.compress(state.data(), chunks, num_chunks);
+  return to_digest(state);
+}
+
+std::pair<Digest, Digest> sha256_padded_pair(const Sha256Code& code, const std::uint8_t* first,
+                                             const std::uint8_t* second, std::size_t num_chunks) {
+  std::array<std::uint32_t, 8> first_state = kSha256InitialState;
+  std::array<std::uint32_t, 8> second_state = kSha256InitialState;
+  code.compress_pair(first_state.data(), first, second_state.data(), second, num_chunks);
+  return {to_digest(first_state), to_digest(second_state)};
+}
+
 Digest sha256(std::span<const std::uint8_t> message, Sha256Isa isa) {
   std::vector<std::uint8_t> padded(sha256_padded_size(message.size()));
   if (!message.empty()) std::memcpy(padded.data(), message.data(), message.size());
   sha256_write_padding(padded.data(), message.size());
-  return sha256_padded(sha256_compress(isa), padded.data(), padded.size() / 64);
+  return sha256_padded(sha256_code(isa), padded.data(), padded.size() / 64);
 }
 
 }  // namespace kvspan

@@ -17,13 +17,22 @@ alignas(16) inline constexpr std::uint32_t kRoundConstants[64] = {
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
 void compress_scalar(std::uint32_t state[8], const std::uint8_t* chunks, std::size_t num_chunks);
+void compress_pair_scalar(std::uint32_t first_state[8], const std::uint8_t* first_chunks,
+                          std::uint32_t second_state[8], const std::uint8_t* second_chunks,
+                          std::size_t num_chunks);
 
 // Defined on x86-64 only; call them only where has_sha_ni().
 void compress_sha_ni(std::uint32_t state[8], const std::uint8_t* chunks, std::size_t num_chunks);
+void compress_pair_sha_ni(std::uint32_t first_state[8], const std::uint8_t* first_chunks,
+                          std::uint32_t second_state[8], const std::uint8_t* second_chunks,
+                          std::size_t num_chunks);
 bool has_sha_ni();
 
 // Defined on AArch64 only; call them only where has_armv8_sha2().
 void compress_armv8(std::uint32_t state[8], const std::uint8_t* chunks, std::size_t num_chunks);
+void compress_pair_armv8(std::uint32_t first_state[8], const std::uint8_t* first_chunks,
+                         std::uint32_t second_state[8], const std::uint8_t* second_chunks,
+                         std::size_t num_chunks);
 bool has_armv8_sha2();
 
 }  // namespace kvspan::sha256_impl

@@ -70,6 +70,19 @@ TEST_P(Sha256Test, AgreesWithThePortablePathAtEveryPaddingLength) {
   }
 }
 
+TEST_P(Sha256Test, APairIsTwoSingles) {
+  const Sha256Code code = sha256_code(GetParam());
+  for (const std::size_t num_chunks : {1, 2, 5}) {
+    std::vector<std::uint8_t> first(64 * num_chunks), second(64 * num_chunks);
+    std::iota(first.begin(), first.end(), 0);
+    std::iota(second.begin(), second.end(), 77);
+    const auto [one, two] = sha256_padded_pair(code, first.data(), second.data(), num_chunks);
+    EXPECT_EQ(hex(one), hex(sha256_padded(code, first.data(), num_chunks)));
+    EXPECT_EQ(hex(two), hex(sha256_padded(code, second.data(), num_chunks)));
+    EXPECT_NE(hex(one), hex(two));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(AllIsas, Sha256Test, testing::ValuesIn(sha256_isas()),
                          [](const auto& info) { return std::string(to_string(info.param)); });
 
@@ -80,9 +93,9 @@ TEST(Sha256IsaTest, NamesRoundTrip) {
 
 TEST(Sha256IsaTest, RefusesWhatTheMachineLacks) {
 #if defined(__x86_64__)
-  EXPECT_THROW(sha256_compress(Sha256Isa::kArmv8), ArgumentError);
+  EXPECT_THROW(sha256_code(Sha256Isa::kArmv8), ArgumentError);
 #else
-  EXPECT_THROW(sha256_compress(Sha256Isa::kShaNi), ArgumentError);
+  EXPECT_THROW(sha256_code(Sha256Isa::kShaNi), ArgumentError);
 #endif
 }
 

@@ -81,7 +81,7 @@ class BlockChain {
   Digest hash_pair(const char* tag, const Digest& first, const Digest& second) const;
 
   const std::int64_t block_size_;
-  const Sha256Compress compress_;
+  const Sha256Code code_;
   const Digest span_root_;
   const bool anchored_;
 

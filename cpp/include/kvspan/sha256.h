@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <span>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace kvspan {
@@ -25,12 +26,18 @@ enum class Sha256Isa : std::uint8_t {
   kArmv8,   // ARMv8 cryptography extensions
 };
 
-// Runs the compression function over num_chunks chunks of 64 bytes, updating the state in place.
-using Sha256Compress = void (*)(std::uint32_t state[8], const std::uint8_t* chunks,
-                                std::size_t num_chunks);
+// The compression function of one path, over num_chunks chunks of 64 bytes; states are updated in
+// place. compress_pair runs two independent messages of the same length side by side, which hides
+// the latency of the SHA instructions: about 1.5 times the speed of one after the other.
+struct Sha256Code {
+  void (*compress)(std::uint32_t state[8], const std::uint8_t* chunks, std::size_t num_chunks);
+  void (*compress_pair)(std::uint32_t first_state[8], const std::uint8_t* first_chunks,
+                        std::uint32_t second_state[8], const std::uint8_t* second_chunks,
+                        std::size_t num_chunks);
+};
 
-// The compression function of one path. Throws ArgumentError if this machine lacks it.
-Sha256Compress sha256_compress(Sha256Isa isa);
+// Throws ArgumentError if this machine lacks the path.
+Sha256Code sha256_code(Sha256Isa isa);
 
 // The paths of this machine, fastest first; always ends with kScalar.
 std::vector<Sha256Isa> sha256_isas();
@@ -45,8 +52,10 @@ inline constexpr std::array<std::uint32_t, 8> kSha256InitialState{
 // The digest of a whole message.
 Digest sha256(std::span<const std::uint8_t> message, Sha256Isa isa = Sha256Isa::kAuto);
 
-// The digest of a message that already carries its padding.
-Digest sha256_padded(Sha256Compress compress, const std::uint8_t* chunks, std::size_t num_chunks);
+// The digests of messages that already carry their padding; a pair has one length.
+Digest sha256_padded(const Sha256Code& code, const std::uint8_t* chunks, std::size_t num_chunks);
+std::pair<Digest, Digest> sha256_padded_pair(const Sha256Code& code, const std::uint8_t* first,
+                                             const std::uint8_t* second, std::size_t num_chunks);
 
 // The length of a message of size bytes once padded: a multiple of 64.
 constexpr std::size_t sha256_padded_size(std::size_t size) { return (size + 9 + 63) / 64 * 64; }
