@@ -81,22 +81,67 @@ py::list plan_moves(py::handle src_blocks, py::handle dst_blocks, py::handle del
   return batches;
 }
 
-void rerope(py::handle k_src, py::handle k_dst, py::handle src_blocks, py::handle dst_blocks,
-            py::handle deltas, py::handle inv_freq, bool is_neox, int num_threads,
+// The tensors of one argument, one a layer.
+class BorrowedTensors {
+ public:
+  BorrowedTensors(const py::sequence& objects, const char* name) {
+    const auto count = static_cast<std::int64_t>(objects.size());
+    for (std::int64_t i = 0; i < count; ++i) {
+      tensors_.push_back(
+          std::make_unique<BorrowedTensor>(objects[i], kvspan::ArgName(name, count > 1 ? i : -1)));
+    }
+  }
+
+  std::size_t size() const { return tensors_.size(); }
+  const kvspan::TensorView& operator[](std::size_t i) const { return tensors_[i]->view(); }
+
+ private:
+  std::vector<std::unique_ptr<BorrowedTensor>> tensors_;
+};
+
+void rerope(const py::sequence& k_src, const py::sequence& k_dst, const py::sequence& v_src,
+            const py::sequence& v_dst, py::handle src_blocks, py::handle dst_blocks,
+            py::handle deltas, const py::sequence& inv_freq, const std::vector<bool>& is_neox,
+            py::handle axes, std::int64_t rotary_offset, std::string_view layout, int num_threads,
             std::uintptr_t stream, std::string_view isa) {
-  const BorrowedTensor source(k_src, "k_src");
-  const BorrowedTensor destination(k_dst, "k_dst");
+  const BorrowedTensors keys_in(k_src, "k_src"), keys_out(k_dst, "k_dst");
+  const BorrowedTensors values_in(v_src, "v_src"), values_out(v_dst, "v_dst");
+  const BorrowedTensors frequencies(inv_freq, "inv_freq");
   const BorrowedTensor src(src_blocks, "src_blocks");
   const BorrowedTensor dst(dst_blocks, "dst_blocks");
   const BorrowedTensor delta(deltas, "deltas");
-  const BorrowedTensor frequencies(inv_freq, "inv_freq");
-  const kvspan::ReropeArgs args{.k_src = source.view(),
-                                .k_dst = destination.view(),
+  const BorrowedTensor axis(axes, "axes");
+  const std::size_t num_layers = keys_in.size();
+  for (const auto& [size, name] :
+       {std::pair{keys_out.size(), "k_dst"}, std::pair{frequencies.size(), "inv_freq"},
+        std::pair{is_neox.size(), "is_neox"}}) {
+    KVSPAN_CHECK_ARG(size == num_layers, name, ": expected one per layer, ", num_layers,
+                     " like k_src, got ", size);
+  }
+  for (const auto& [size, name] :
+       {std::pair{values_in.size(), "v_src"}, std::pair{values_out.size(), "v_dst"}}) {
+    KVSPAN_CHECK_ARG(size == 0 || size == num_layers, name, ": expected none or one per layer, ",
+                     num_layers, " like k_src, got ", size);
+  }
+  std::vector<kvspan::ReropeLayer> layers(num_layers);
+  for (std::size_t i = 0; i < num_layers; ++i) {
+    layers[i].k_src = keys_in[i];
+    layers[i].k_dst = keys_out[i];
+    if (values_in.size()) layers[i].v_src = values_in[i];
+    if (values_out.size()) layers[i].v_dst = values_out[i];
+    layers[i].inv_freq =
+        float32_elements(frequencies[i], {"inv_freq", num_layers > 1 ? static_cast<int>(i) : -1});
+    layers[i].is_neox = is_neox[i];
+  }
+  const auto [delta_elements, num_axes] = int64_rows(delta.view(), "deltas");
+  const kvspan::ReropeArgs args{.layers = layers,
+                                .layout = kvspan::parse_kv_layout(layout),
                                 .src_blocks = int64_elements(src.view(), "src_blocks"),
                                 .dst_blocks = int64_elements(dst.view(), "dst_blocks"),
-                                .deltas = int64_elements(delta.view(), "deltas"),
-                                .inv_freq = float32_elements(frequencies.view(), "inv_freq"),
-                                .is_neox = is_neox,
+                                .deltas = delta_elements,
+                                .num_axes = static_cast<int>(num_axes),
+                                .axes = int64_elements(axis.view(), "axes"),
+                                .rotary_offset = rotary_offset,
                                 .num_threads = num_threads,
                                 .isa = kvspan::parse_vector_isa(isa),
                                 .stream = reinterpret_cast<void*>(stream)};
@@ -164,10 +209,10 @@ PYBIND11_MODULE(_core, m) {
 
   m.def("plan_moves", &plan_moves, py::arg("src_blocks"), py::arg("dst_blocks"), py::arg("deltas"),
         py::arg("scratch_blocks"));
-  m.def("rerope", &rerope, py::arg("k_src"), py::arg("k_dst"), py::arg("src_blocks"),
-        py::arg("dst_blocks"), py::arg("deltas"), py::arg("inv_freq"), py::kw_only(),
-        py::arg("is_neox") = true, py::arg("num_threads") = 0, py::arg("stream") = 0,
-        py::arg("isa") = "auto");
+  m.def("rerope", &rerope, py::arg("k_src"), py::arg("k_dst"), py::arg("v_src"), py::arg("v_dst"),
+        py::arg("src_blocks"), py::arg("dst_blocks"), py::arg("deltas"), py::arg("inv_freq"),
+        py::arg("is_neox"), py::arg("axes"), py::arg("rotary_offset"), py::arg("layout"),
+        py::arg("num_threads"), py::arg("stream"), py::arg("isa"));
   m.def("copy_blocks", &copy_blocks, py::arg("src"), py::arg("dst"), py::arg("src_blocks"),
         py::arg("dst_blocks"), py::kw_only(), py::arg("num_threads") = 0, py::arg("stream") = 0);
 }

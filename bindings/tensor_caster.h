@@ -24,7 +24,7 @@ namespace py = pybind11;
 class BorrowedTensor {
  public:
   // name: the argument's name, for messages. Throws TypeError for an object that is no tensor.
-  BorrowedTensor(py::handle object, const char* name) {
+  BorrowedTensor(py::handle object, const ArgName& name) {
     if (borrow(object, name)) return;
     if (!py::hasattr(object, "__dlpack__")) {
       throw TypeError(concat(name, ": expected a numpy array or a tensor with DLPack support, got ",
@@ -67,13 +67,13 @@ class BorrowedTensor {
   }
 
   // The producer's own reason (object arrays, sparse and meta tensors, ...) as one line.
-  [[noreturn]] static void refuse(const py::error_already_set& error, const char* name) {
+  [[noreturn]] static void refuse(const py::error_already_set& error, const ArgName& name) {
     const std::string reason = py::str(error.value());
     throw TypeError(concat(
         name, ": this tensor cannot be used by DLPack: ", reason.substr(0, reason.find('\n'))));
   }
 
-  bool borrow(py::handle object, const char* name) {
+  bool borrow(py::handle object, const ArgName& name) {
     const dlpack::ExchangeApi* api = exchange_api(Py_TYPE(object.ptr()));
     if (!api) return false;
     dlpack::Tensor tensor;
@@ -84,7 +84,7 @@ class BorrowedTensor {
     return true;
   }
 
-  void import_capsule(py::handle object, const char* name) {
+  void import_capsule(py::handle object, const ArgName& name) {
     using py::literals::operator""_a;
     const py::object export_tensor = object.attr("__dlpack__");
     // -1 on CUDA: no synchronisation. Other devices take no stream.
@@ -120,7 +120,7 @@ class BorrowedTensor {
     }
   }
 
-  void set_view(const dlpack::Tensor& tensor, bool read_only, const char* name) {
+  void set_view(const dlpack::Tensor& tensor, bool read_only, const ArgName& name) {
     KVSPAN_CHECK_ARG(tensor.ndim <= kMaxDims, name, ": expected at most ", kMaxDims,
                      " dimensions, got ", tensor.ndim);
     view_.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
@@ -149,6 +149,10 @@ class BorrowedTensor {
         return {kvspan::TypeCode::kBFloat, dtype.bits};
       case dlpack::kBool:
         return {kvspan::TypeCode::kBool, dtype.bits};
+      case dlpack::kFloat8E4M3FN:
+        return {kvspan::TypeCode::kFloat8E4M3FN, dtype.bits};
+      case dlpack::kFloat8E5M2:
+        return {kvspan::TypeCode::kFloat8E5M2, dtype.bits};
       default:
         return {kvspan::TypeCode::kOther, dtype.bits};
     }

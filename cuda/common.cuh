@@ -13,6 +13,7 @@
 
 #if defined(__CUDACC__)
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #endif
 
 namespace kvspan::cuda {
@@ -22,12 +23,18 @@ constexpr int kThreadsPerBlock = 256;
 constexpr int kAccessesPerThread = 4;
 constexpr int kVectorBytes = 16;
 
-// 16-bit floats by their bits.
+// Floats of 16 and 8 bits by their bits.
 struct BFloat16 {
   std::uint16_t bits;
 };
 struct Float16 {
   std::uint16_t bits;
+};
+struct Float8E4M3 {  // e4m3fn: no infinity
+  std::uint8_t bits;
+};
+struct Float8E5M2 {
+  std::uint8_t bits;
 };
 
 // N values that are read and written as one access of an aligned pack.
@@ -65,7 +72,45 @@ __host__ __device__ inline float to_float(Float16 x) {
 #endif
 }
 
-// Rounds to the storage type, to nearest even; NaN stays NaN.
+// e5m2 is the upper byte of a half.
+__host__ __device__ inline float to_float(Float8E5M2 x) {
+  return to_float(Float16{static_cast<std::uint16_t>(x.bits << 8)});
+}
+
+// e4m3's fields shifted into those of a half give 2^-8 of its value (exponent bias 15 - 7).
+__host__ __device__ inline float to_float(Float8E4M3 x) {
+#if defined(__CUDA_ARCH__)
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.bits, __NV_E4M3)));
+#else
+  const int magnitude = x.bits & 0x7f;
+  const int half = magnitude == 0x7f ? 0x7e00 : (x.bits & 0x80) << 8 | magnitude << 7;
+  return to_float(Float16{static_cast<std::uint16_t>(half)}) * 0x1p8f;
+#endif
+}
+
+// The host's version of CUDA's saturating conversion, to nearest even: beyond kMax (bits of a
+// float), infinity included, the largest finite number; NaN becomes 0x7f.
+template <int kMantissaBits, int kBias, std::uint32_t kMax>
+inline std::uint8_t host_to_float8(float x) {
+  constexpr int kShift = 23 - kMantissaBits;
+  constexpr std::uint32_t kSmallestNormal = (127u - kBias + 1) << 23;
+  constexpr std::uint32_t kMagic = (127u + 1 - kBias + kShift) << 23;  // ulp: that of subnormals
+  const std::uint32_t u = bit_cast_to<std::uint32_t>(x);
+  std::uint32_t magnitude = u & 0x7fffffff;
+  if (magnitude > 0x7f800000) return 0x7f;
+  magnitude = magnitude < kMax ? magnitude : kMax;
+  std::uint32_t bits;
+  if (magnitude < kSmallestNormal) {
+    const float sum = bit_cast_to<float>(magnitude) + bit_cast_to<float>(kMagic);
+    bits = bit_cast_to<std::uint32_t>(sum) - kMagic;
+  } else {
+    const std::uint32_t half_way = (1u << (kShift - 1)) - 1 + (magnitude >> kShift & 1);
+    bits = ((magnitude + half_way) >> kShift) - ((127u - kBias) << kMantissaBits);
+  }
+  return static_cast<std::uint8_t>(bits | (u >> 24 & 0x80));
+}
+
+// Rounds to the storage type, to nearest even; NaN stays NaN. The 8-bit types saturate.
 template <typename T>
 __host__ __device__ T from_float(float x);
 
@@ -102,10 +147,28 @@ __host__ __device__ inline Float16 from_float<Float16>(float x) {
 #endif
 }
 
+template <>
+__host__ __device__ inline Float8E4M3 from_float<Float8E4M3>(float x) {
+#if defined(__CUDA_ARCH__)
+  return {__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3)};
+#else
+  return {host_to_float8<3, 7, 0x43e00000>(x)};
+#endif
+}
+
+template <>
+__host__ __device__ inline Float8E5M2 from_float<Float8E5M2>(float x) {
+#if defined(__CUDA_ARCH__)
+  return {__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E5M2)};
+#else
+  return {host_to_float8<2, 15, 0x47600000>(x)};
+#endif
+}
+
 // How many thread blocks share one KV block of num_accesses accesses.
-inline unsigned num_slices(std::int64_t num_accesses) {
-  constexpr std::int64_t kPerSlice = std::int64_t{kThreadsPerBlock} * kAccessesPerThread;
-  const std::int64_t slices = (num_accesses + kPerSlice - 1) / kPerSlice;
+inline unsigned num_slices(std::int64_t num_accesses, int per_thread = kAccessesPerThread) {
+  const std::int64_t per_slice = std::int64_t{kThreadsPerBlock} * per_thread;
+  const std::int64_t slices = (num_accesses + per_slice - 1) / per_slice;
   return static_cast<unsigned>(slices < 65535 ? slices : 65535);  // the limit of gridDim.y
 }
 

@@ -1,12 +1,12 @@
 #include <cuda_runtime.h>
 
-#include "rerope_kernel.cuh"
+#include "rerope_launch.cuh"
 #include "runtime.cuh"
 
 namespace kvspan::cuda {
 
 void rerope(const ReropeArgs& args) {
-  const DeviceGuard guard(args.k_src.device.index);
+  const DeviceGuard guard(args.layers[0].k_src.device.index);
   launch_rerope(args, StreamLauncher{static_cast<cudaStream_t>(args.stream)});
 }
 

@@ -13,7 +13,44 @@
 namespace kvspan::cpu {
 namespace {
 
-RotateBlock select_kernel(const ReropeArgs& args) {
+// What one layer's blocks need, but for their addresses.
+struct LayerPlan {
+  const ReropeLayer* layer;
+  RotateBlock rotate;  // null: keys do not rotate
+  RotateArgs args;
+  BlockLayout k_layout, v_layout;  // for copies
+};
+
+// Layers [begin, end) of a plan, which share frequencies and pairing and so each delta's table.
+struct LayerGroup {
+  std::size_t begin, end;
+};
+
+// Moves [begin, end) of the sorted order, which share their deltas.
+struct DeltaRun {
+  std::int64_t begin, end;
+  const std::int64_t* deltas;  // [num_axes]; null if all are 0
+};
+
+struct Plan {
+  std::vector<LayerPlan> layers;
+  std::vector<LayerGroup> groups;
+  std::vector<std::int64_t> moves;  // move numbers, equal deltas together
+  std::vector<DeltaRun> runs;
+  std::int64_t table_size = 0;
+};
+
+StorageType storage_type(DType dtype) {
+  if (dtype == kFloat32) return kStoreF32;
+  if (dtype == kBFloat16) return kStoreBF16;
+  if (dtype == kFloat16) return kStoreF16;
+  if (dtype == kFloat8E4M3FN) return kStoreE4M3;
+  KVSPAN_ASSERT(dtype == kFloat8E5M2);
+  return kStoreE5M2;
+}
+
+RotateBlock select_kernel(const ReropeArgs& args, const ReropeLayer& layer) {
+  if (layer.inv_freq.empty()) return nullptr;
   const RotateKernels kernels = [&] {
     switch (args.isa) {
 #if defined(__x86_64__)
@@ -26,18 +63,93 @@ RotateBlock select_kernel(const ReropeArgs& args) {
         return rotate_kernels_baseline();
     }
   }();
-  if (args.k_src.dtype == kFloat32) return kernels.float32[args.is_neox];
-  if (args.k_src.dtype == kBFloat16) return kernels.bfloat16[args.is_neox];
-  KVSPAN_ASSERT(args.k_src.dtype == kFloat16);
-  return kernels.float16[args.is_neox];
+  const auto& of_layout = args.layout == KvLayout::kCpuVec   ? kernels.vec
+                          : args.layout == KvLayout::kCpuAmx ? kernels.amx
+                                                             : kernels.rows;
+  const RotateBlock kernel = of_layout[storage_type(layer.k_src.dtype)][layer.is_neox];
+  KVSPAN_ASSERT(kernel != nullptr);
+  return kernel;
 }
 
-void fill_tables(std::int64_t delta, const ReropeArgs& args, float* cos_table, float* sin_table) {
-  for (std::size_t i = 0; i < args.inv_freq.size(); ++i) {
-    const double angle = static_cast<double>(delta) * static_cast<double>(args.inv_freq[i]);
+LayerPlan plan_layer(const ReropeArgs& args, const ReropeLayer& layer) {
+  const TensorView& src = layer.k_src;
+  const TensorView& dst = layer.k_dst;
+  LayerPlan plan{&layer, select_kernel(args, layer), {}, make_block_layout(src, dst), {}};
+  if (layer.v_src.data) plan.v_layout = make_block_layout(layer.v_src, layer.v_dst);
+  RotateArgs& block = plan.args;
+  block.rotary_offset = args.rotary_offset;
+  block.rotary_dim = 2 * static_cast<std::int64_t>(layer.inv_freq.size());
+  if (args.layout != KvLayout::kTokenRows) {
+    block.num_outer = src.shape[1];
+    block.num_inner = 1;
+    block.src_outer_stride = src.strides[1];
+    block.dst_outer_stride = dst.strides[1];
+    block.block_size = src.shape[2];
+    block.row_size = src.shape[3] / 2;
+    return plan;
+  }
+  const int outer = dst.strides[1] >= dst.strides[2] ? 1 : 2;
+  const int inner = 3 - outer;
+  block.num_outer = src.shape[outer];
+  block.num_inner = src.shape[inner];
+  block.src_outer_stride = src.strides[outer];
+  block.src_inner_stride = src.strides[inner];
+  block.dst_outer_stride = dst.strides[outer];
+  block.dst_inner_stride = dst.strides[inner];
+  block.row_size = src.shape[3];
+  return plan;
+}
+
+// Sorts layers into groups, and moves by delta, so that each table is made once (per thread that
+// meets it). Blocks of a span share a delta and usually come sorted already.
+Plan make_plan(const ReropeArgs& args) {
+  Plan plan;
+  const auto same_table = [](const ReropeLayer& a, const ReropeLayer& b) {
+    return a.is_neox == b.is_neox && std::ranges::equal(a.inv_freq, b.inv_freq);
+  };
+  std::vector<const ReropeLayer*> left;
+  for (const ReropeLayer& layer : args.layers) left.push_back(&layer);
+  while (!left.empty()) {
+    const ReropeLayer& first = *left.front();
+    const std::size_t begin = plan.layers.size();
+    std::erase_if(left, [&](const ReropeLayer* layer) {
+      if (!same_table(first, *layer)) return false;
+      plan.layers.push_back(plan_layer(args, *layer));
+      return true;
+    });
+    plan.groups.push_back({begin, plan.layers.size()});
+    plan.table_size = std::max(plan.table_size, plan.layers[begin].args.rotary_dim + kTablePadding);
+  }
+
+  const auto deltas_of = [&](std::int64_t move) { return &args.deltas[move * args.num_axes]; };
+  const auto compare = [&](std::int64_t a, std::int64_t b) {
+    return std::lexicographical_compare(deltas_of(a), deltas_of(a) + args.num_axes, deltas_of(b),
+                                        deltas_of(b) + args.num_axes);
+  };
+  plan.moves.resize(args.src_blocks.size());
+  std::iota(plan.moves.begin(), plan.moves.end(), 0);
+  if (!std::is_sorted(plan.moves.begin(), plan.moves.end(), compare)) {
+    std::stable_sort(plan.moves.begin(), plan.moves.end(), compare);
+  }
+  const auto num_moves = static_cast<std::int64_t>(plan.moves.size());
+  for (std::int64_t begin = 0, end; begin < num_moves; begin = end) {
+    const std::int64_t* deltas = deltas_of(plan.moves[begin]);
+    for (end = begin + 1; end < num_moves && !compare(plan.moves[begin], plan.moves[end]);) ++end;
+    const bool all_zero =
+        std::all_of(deltas, deltas + args.num_axes, [](auto d) { return d == 0; });
+    plan.runs.push_back({begin, end, all_zero ? nullptr : deltas});
+  }
+  return plan;
+}
+
+void fill_tables(const ReropeArgs& args, const ReropeLayer& layer, const std::int64_t* deltas,
+                 float* cos_table, float* sin_table) {
+  for (std::size_t i = 0; i < layer.inv_freq.size(); ++i) {
+    const std::int64_t delta = deltas[args.axes.empty() ? 0 : args.axes[i]];
+    const double angle = static_cast<double>(delta) * static_cast<double>(layer.inv_freq[i]);
     const auto c = static_cast<float>(std::cos(angle));
     const auto s = static_cast<float>(std::sin(angle));
-    if (args.is_neox) {
+    if (layer.is_neox) {
       cos_table[i] = c;
       sin_table[i] = s;
     } else {
@@ -48,70 +160,76 @@ void fill_tables(std::int64_t delta, const ReropeArgs& args, float* cos_table, f
   }
 }
 
-// Moves in an order that brings equal deltas together, so that each delta's table is made once (per
-// thread that meets it). Blocks of a span share a delta and usually come sorted already.
-std::vector<std::int64_t> order_by_delta(std::span<const std::int64_t> deltas) {
-  std::vector<std::int64_t> order(deltas.size());
-  std::iota(order.begin(), order.end(), 0);
-  if (!std::is_sorted(deltas.begin(), deltas.end())) {
-    std::stable_sort(order.begin(), order.end(),
-                     [&](std::int64_t a, std::int64_t b) { return deltas[a] < deltas[b]; });
+void copy(const BlockLayout& layout, const TensorView& src, std::int64_t src_block,
+          const TensorView& dst, std::int64_t dst_block) {
+  copy_block(layout, block_data(src, src_block), block_data(dst, dst_block));
+}
+
+// Items [begin, end) of one group's layers and one run's moves: layer by layer, so that blocks that
+// lie side by side follow each other.
+void move_items(const ReropeArgs& args, const Plan& plan, const LayerGroup& group,
+                const DeltaRun& run, std::int64_t begin, std::int64_t end, const float* cos_table,
+                const float* sin_table) {
+  const std::int64_t run_size = run.end - run.begin;
+  const auto layer_of = [&](std::int64_t item) -> const LayerPlan& {
+    return plan.layers[group.begin + static_cast<std::size_t>(item / run_size)];
+  };
+  const auto move_of = [&](std::int64_t item) { return plan.moves[run.begin + item % run_size]; };
+  for (std::int64_t item = begin; item < end; ++item) {
+    const LayerPlan& layer_plan = layer_of(item);
+    const ReropeLayer& layer = *layer_plan.layer;
+    const std::int64_t src = args.src_blocks[move_of(item)], dst = args.dst_blocks[move_of(item)];
+    if (!run.deltas || !layer_plan.rotate) {
+      copy(layer_plan.k_layout, layer.k_src, src, layer.k_dst, dst);
+    } else {
+      RotateArgs block = layer_plan.args;
+      block.src = block_data(layer.k_src, src);
+      block.dst = block_data(layer.k_dst, dst);
+      if (item + 1 < end) {  // of another layer's shape, perhaps: fetching cannot fail
+        const ReropeLayer& next = *layer_of(item + 1).layer;
+        block.next_src = block_data(next.k_src, args.src_blocks[move_of(item + 1)]);
+        block.next_dst = block_data(next.k_dst, args.dst_blocks[move_of(item + 1)]);
+      }
+      block.cos_table = cos_table;
+      block.sin_table = sin_table;
+      layer_plan.rotate(block);
+    }
+    if (layer.v_src.data) copy(layer_plan.v_layout, layer.v_src, src, layer.v_dst, dst);
   }
-  return order;
 }
 
 }  // namespace
 
 void rerope(const ReropeArgs& args) {
-  const TensorView& k_src = args.k_src;
-  const TensorView& k_dst = args.k_dst;
-  const BlockLayout copy_layout = make_block_layout(k_src, k_dst);
-  const RotateBlock rotate_block = select_kernel(args);
+  const Plan plan = make_plan(args);
+  const auto num_moves = static_cast<std::int64_t>(args.src_blocks.size());
+  const std::int64_t num_items = num_moves * static_cast<std::int64_t>(args.layers.size());
+  std::int64_t total_bytes = 0;
+  for (const ReropeLayer& layer : args.layers) {
+    total_bytes += num_moves * block_bytes(layer.k_src);
+    if (layer.v_src.data) total_bytes += num_moves * block_bytes(layer.v_src);
+  }
+  const int num_threads = choose_num_threads(args.num_threads, num_items, total_bytes);
+  std::vector<float> tables(2 * plan.table_size * num_threads);
 
-  RotateArgs block{};
-  const int outer = k_dst.strides[1] >= k_dst.strides[2] ? 1 : 2;
-  const int inner = 3 - outer;
-  block.num_outer = k_src.shape[outer];
-  block.num_inner = k_src.shape[inner];
-  block.src_outer_stride = k_src.strides[outer];
-  block.src_inner_stride = k_src.strides[inner];
-  block.dst_outer_stride = k_dst.strides[outer];
-  block.dst_inner_stride = k_dst.strides[inner];
-  block.head_dim = k_src.shape[3];
-  block.rotary_dim = 2 * static_cast<std::int64_t>(args.inv_freq.size());
-
-  const auto num_moves = static_cast<std::int64_t>(args.deltas.size());
-  const std::vector<std::int64_t> order = order_by_delta(args.deltas);
-  const int num_threads =
-      choose_num_threads(args.num_threads, num_moves, num_moves * block_bytes(k_src));
-  const std::int64_t table_size = block.rotary_dim + kTablePadding;
-  std::vector<float> tables(2 * table_size * num_threads);
-
-  parallel_ranges(num_threads, num_moves, [&](int thread, std::int64_t begin, std::int64_t end) {
-    float* cos_table = tables.data() + 2 * table_size * thread;
-    float* sin_table = cos_table + table_size;
-    RotateArgs move = block;
-    move.cos_table = cos_table;
-    move.sin_table = sin_table;
-    std::int64_t table_delta = 0;  // a delta of 0 never reads the tables
-    for (std::int64_t i = begin; i < end; ++i) {
-      const std::int64_t delta = args.deltas[order[i]];
-      const char* src = block_data(k_src, args.src_blocks[order[i]]);
-      char* dst = block_data(k_dst, args.dst_blocks[order[i]]);
-      if (delta == 0) {
-        copy_block(copy_layout, src, dst);
-        continue;
+  parallel_ranges(num_threads, num_items, [&](int thread, std::int64_t begin, std::int64_t end) {
+    float* cos_table = tables.data() + 2 * plan.table_size * thread;
+    float* sin_table = cos_table + plan.table_size;
+    std::int64_t first = 0;  // of the items of this group and run
+    for (const LayerGroup& group : plan.groups) {
+      const LayerPlan& any = plan.layers[group.begin];
+      for (const DeltaRun& run : plan.runs) {
+        const std::int64_t count =
+            static_cast<std::int64_t>(group.end - group.begin) * (run.end - run.begin);
+        const std::int64_t from = std::max(begin, first), to = std::min(end, first + count);
+        if (from < to) {
+          if (run.deltas && any.rotate) {
+            fill_tables(args, *any.layer, run.deltas, cos_table, sin_table);
+          }
+          move_items(args, plan, group, run, from - first, to - first, cos_table, sin_table);
+        }
+        first += count;
       }
-      if (delta != table_delta) {
-        fill_tables(delta, args, cos_table, sin_table);
-        table_delta = delta;
-      }
-      move.src = src;
-      move.dst = dst;
-      const bool has_next = i + 1 < end;
-      move.next_src = has_next ? block_data(k_src, args.src_blocks[order[i + 1]]) : nullptr;
-      move.next_dst = has_next ? block_data(k_dst, args.dst_blocks[order[i + 1]]) : nullptr;
-      rotate_block(move);
     }
   });
 }

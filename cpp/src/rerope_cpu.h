@@ -2,8 +2,8 @@
 //
 // The kernels' source files are compiled for instruction sets that this machine may lack, so they
 // must not instantiate anything the linker could share with baseline code: this header and
-// rerope_cpu_kernel.h hold plain structs and functions of internal linkage, no standard library
-// templates.
+// rerope_cpu_{kernel,packed,vector}.h hold plain structs and functions of internal linkage, no
+// standard library templates.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,12 @@ namespace kvspan::cpu {
 // Table entries behind the last one that kernels may read: one vector of the widest set.
 inline constexpr std::int64_t kTablePadding = 16;
 
+// A block is num_outer x num_inner pieces, each contiguous: rows of row_size elements, of which
+// rotary_dim are rotated from rotary_offset on; or, in the packed layouts, the keys and values of
+// one head (num_inner is 1), where row_size is head_dim and a piece has 2 * block_size * head_dim
+// elements.
 struct RotateArgs {
-  const void* src;  // one block, [num_outer, num_inner, head_dim]
+  const void* src;  // one block
   void* dst;        // the same; equal to src, or not overlapping it
   // The blocks of the call to come, to be fetched into the cache meanwhile; null for none.
   const void* next_src;
@@ -22,7 +26,8 @@ struct RotateArgs {
   std::int64_t num_outer, num_inner;
   std::int64_t src_outer_stride, src_inner_stride;  // elements
   std::int64_t dst_outer_stride, dst_inner_stride;
-  std::int64_t head_dim, rotary_dim;
+  std::int64_t row_size, rotary_offset, rotary_dim;
+  std::int64_t block_size;  // packed layouts only
   // NeoX: [rotary_dim / 2] cosines and sines. Interleaved: [rotary_dim], each cosine twice, each
   // sine as -sin, +sin. Both with kTablePadding entries behind.
   const float* cos_table;
@@ -31,8 +36,13 @@ struct RotateArgs {
 
 using RotateBlock = void (*)(const RotateArgs& args);
 
+enum StorageType { kStoreF32, kStoreBF16, kStoreF16, kStoreE4M3, kStoreE5M2, kNumStorageTypes };
+
+// Null where a layout does not hold the type.
 struct RotateKernels {
-  RotateBlock float32[2], bfloat16[2], float16[2];  // [is_neox]
+  RotateBlock rows[kNumStorageTypes][2];  // [is_neox]
+  RotateBlock vec[kNumStorageTypes][2];
+  RotateBlock amx[kNumStorageTypes][2];
 };
 
 RotateKernels rotate_kernels_baseline();

@@ -6,7 +6,7 @@ namespace kvspan {
 namespace {
 
 template <typename T>
-std::span<const T> elements(const TensorView& tensor, DType dtype, const char* name) {
+std::span<const T> elements(const TensorView& tensor, DType dtype, const ArgName& name) {
   KVSPAN_CHECK(tensor.dtype == dtype, TypeError, name, ": expected ", to_string(dtype), ", got ",
                to_string(tensor.dtype));
   KVSPAN_CHECK_ARG(tensor.device.type == DeviceType::kCpu, name, ": expected a cpu tensor, got ",
@@ -32,6 +32,10 @@ std::string to_string(DType dtype) {
       return concat("bfloat", int{dtype.bits});
     case TypeCode::kBool:
       return "bool";
+    case TypeCode::kFloat8E4M3FN:
+      return "float8_e4m3fn";
+    case TypeCode::kFloat8E5M2:
+      return "float8_e5m2";
     case TypeCode::kOther:
       return concat("a ", int{dtype.bits}, "-bit type");
   }
@@ -56,12 +60,23 @@ std::string shape_to_string(const TensorView& tensor) {
   return text + "]";
 }
 
-std::span<const std::int64_t> int64_elements(const TensorView& tensor, const char* name) {
+std::span<const std::int64_t> int64_elements(const TensorView& tensor, const ArgName& name) {
   return elements<std::int64_t>(tensor, kInt64, name);
 }
 
-std::span<const float> float32_elements(const TensorView& tensor, const char* name) {
+std::span<const float> float32_elements(const TensorView& tensor, const ArgName& name) {
   return elements<float>(tensor, kFloat32, name);
+}
+
+Int64Rows int64_rows(const TensorView& tensor, const ArgName& name) {
+  if (tensor.ndim != 2) return {int64_elements(tensor, name), 1};
+  KVSPAN_CHECK_ARG(tensor.strides[0] == tensor.shape[1] || tensor.shape[0] <= 1, name,
+                   ": expected contiguous rows, got stride ", tensor.strides[0]);
+  TensorView flat = tensor;
+  flat.ndim = 1;
+  flat.shape[0] = tensor.shape[0] * tensor.shape[1];
+  flat.strides[0] = tensor.strides[1];
+  return {int64_elements(flat, name), tensor.shape[1]};
 }
 
 }  // namespace kvspan

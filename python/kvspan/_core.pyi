@@ -34,17 +34,21 @@ def plan_moves(
     src_blocks: Any, dst_blocks: Any, deltas: Any, scratch_blocks: Any
 ) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]]: ...
 def rerope(
-    k_src: Any,
-    k_dst: Any,
+    k_src: Sequence[Any],
+    k_dst: Sequence[Any],
+    v_src: Sequence[Any],
+    v_dst: Sequence[Any],
     src_blocks: Any,
     dst_blocks: Any,
     deltas: Any,
-    inv_freq: Any,
-    *,
-    is_neox: bool = True,
-    num_threads: int = 0,
-    stream: int = 0,
-    isa: str = "auto",
+    inv_freq: Sequence[Any],
+    is_neox: Sequence[bool],
+    axes: Any,
+    rotary_offset: int,
+    layout: str,
+    num_threads: int,
+    stream: int,
+    isa: str,
 ) -> None: ...
 def copy_blocks(
     src: Any,

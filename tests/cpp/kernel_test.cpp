@@ -3,7 +3,7 @@
 // The shim comes first: it stands in for <cuda_runtime.h>.
 #include "block_copy_kernel.cuh"
 #include "rerope_fixture.h"
-#include "rerope_kernel.cuh"
+#include "rerope_launch.cuh"
 
 namespace kvspan {
 namespace {
@@ -34,21 +34,23 @@ INSTANTIATE_TEST_SUITE_P(All, ReropeKernelTest, testing::ValuesIn(baseline_cases
 TEST(ReropeKernelTest, UsesWideAccessesOnlyWhereAligned) {
   const ReropeCase aligned{kBFloat16, true, 128, 64, false};
   test::ReropeFixture fixture(aligned);
-  ReropeArgs args = fixture.args(VectorIsa::kBaseline);
-  EXPECT_TRUE(cuda::can_vectorize_rerope(args));
-  ReropeArgs shifted = args;
-  shifted.k_dst.data = args.k_dst.as<char>() + 2;
-  EXPECT_FALSE(cuda::can_vectorize_rerope(shifted));
-  ReropeArgs odd_stride = args;
+  const ReropeLayer layer = fixture.args(VectorIsa::kBaseline).layers[0];
+  EXPECT_TRUE(cuda::can_vectorize_rerope(layer, 0));
+  EXPECT_TRUE(cuda::can_vectorize_rerope(layer, 16));
+  EXPECT_FALSE(cuda::can_vectorize_rerope(layer, 4));
+  ReropeLayer shifted = layer;
+  shifted.k_dst.data = layer.k_dst.as<char>() + 2;
+  EXPECT_FALSE(cuda::can_vectorize_rerope(shifted, 0));
+  ReropeLayer odd_stride = layer;
   odd_stride.k_src.strides[1] += 1;
-  EXPECT_FALSE(cuda::can_vectorize_rerope(odd_stride));
-  ReropeArgs short_half = args;
-  short_half.inv_freq = args.inv_freq.first(30);
-  EXPECT_FALSE(cuda::can_vectorize_rerope(short_half));
+  EXPECT_FALSE(cuda::can_vectorize_rerope(odd_stride, 0));
+  ReropeLayer short_half = layer;
+  short_half.inv_freq = layer.inv_freq.first(30);
+  EXPECT_FALSE(cuda::can_vectorize_rerope(short_half, 0));
   short_half.is_neox = false;
-  EXPECT_FALSE(cuda::can_vectorize_rerope(short_half));
-  short_half.inv_freq = args.inv_freq.first(28);
-  EXPECT_TRUE(cuda::can_vectorize_rerope(short_half));
+  EXPECT_FALSE(cuda::can_vectorize_rerope(short_half, 0));
+  short_half.inv_freq = layer.inv_freq.first(28);
+  EXPECT_TRUE(cuda::can_vectorize_rerope(short_half, 0));
 }
 
 TEST(ReropeKernelTest, MoreMovesThanOneLaunchHolds) {
@@ -62,15 +64,17 @@ TEST(ReropeKernelTest, MoreMovesThanOneLaunchHolds) {
     deltas[i] = i - 50;
   }
   const std::vector<float> inv_freq{1.0f, 0.25f};
+  ReropeLayer layer;
+  layer.k_src = test::make_view(src.data(), kFloat32, {num_blocks, 2, 1, 4});
+  layer.k_dst = test::make_view(on_shim.data(), kFloat32, {num_blocks, 2, 1, 4});
+  layer.inv_freq = inv_freq;
   ReropeArgs args;
-  args.k_src = test::make_view(src.data(), kFloat32, {num_blocks, 2, 1, 4});
+  args.layers = {&layer, 1};
   args.src_blocks = blocks;
   args.dst_blocks = reversed;
   args.deltas = deltas;
-  args.inv_freq = inv_freq;
-  args.k_dst = test::make_view(on_shim.data(), kFloat32, {num_blocks, 2, 1, 4});
   cuda::launch_rerope(args, cuda::HostLauncher{4});
-  args.k_dst = test::make_view(on_cpu.data(), kFloat32, {num_blocks, 2, 1, 4});
+  layer.k_dst = test::make_view(on_cpu.data(), kFloat32, {num_blocks, 2, 1, 4});
   args.isa = VectorIsa::kBaseline;
   cpu::rerope(args);
   EXPECT_EQ(on_shim, on_cpu);

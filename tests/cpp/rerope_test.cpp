@@ -38,6 +38,21 @@ INSTANTIATE_TEST_SUITE_P(All, ReropeTest, testing::ValuesIn(test::rerope_cases()
 
 class ConversionTest : public testing::TestWithParam<VectorIsa> {
  protected:
+  void rotate_one_block(const TensorView& src, const TensorView& dst,
+                        std::span<const float> inv_freq) {
+    const std::vector<std::int64_t> block{0}, delta{1};
+    ReropeLayer layer;
+    layer.k_src = src;
+    layer.k_dst = dst;
+    layer.inv_freq = inv_freq;
+    ReropeArgs args;
+    args.layers = {&layer, 1};
+    args.src_blocks = args.dst_blocks = block;
+    args.deltas = delta;
+    args.isa = GetParam();
+    cpu::rerope(args);
+  }
+
   // Every 16-bit pattern through a rotation by nothing (frequency 0 has cosine 1 and sine 0).
   std::vector<std::uint16_t> round_trip(DType dtype) {
     const std::int64_t num_patterns = 65536;
@@ -46,15 +61,8 @@ class ConversionTest : public testing::TestWithParam<VectorIsa> {
       in[i / 64 * 128 + i % 64] = static_cast<std::uint16_t>(i);
     }
     const std::vector<float> inv_freq(64, 0.0f);
-    const std::vector<std::int64_t> block{0}, delta{1};
-    ReropeArgs args;
-    args.k_src = test::make_view(in.data(), dtype, {1, 1, 1024, 128});
-    args.k_dst = test::make_view(out.data(), dtype, {1, 1, 1024, 128});
-    args.src_blocks = args.dst_blocks = block;
-    args.deltas = delta;
-    args.inv_freq = inv_freq;
-    args.isa = GetParam();
-    cpu::rerope(args);
+    rotate_one_block(test::make_view(in.data(), dtype, {1, 1, 1024, 128}),
+                     test::make_view(out.data(), dtype, {1, 1, 1024, 128}), inv_freq);
     std::vector<std::uint16_t> patterns(num_patterns);
     for (std::int64_t i = 0; i < num_patterns; ++i) patterns[i] = out[i / 64 * 128 + i % 64];
     return patterns;
@@ -98,16 +106,10 @@ TEST_P(ConversionTest, TiesRoundToEven) {
     for (const std::uint32_t lowest_kept : {0u, 1u}) {
       const std::uint32_t wanted = lowest_kept << dropped_bits | 1u << (dropped_bits - 1);
       const std::vector<float> inv_freq{frequency_with_cosine_bits(mask, wanted)};
-      const std::vector<std::int64_t> block{0}, delta{1};
       std::vector<std::uint16_t> in{static_cast<std::uint16_t>(one), 0}, out(2);
-      ReropeArgs args;
-      args.k_src = test::make_view(in.data(), dtype, {1, 1, 1, 2});
-      args.k_dst = test::make_view(out.data(), dtype, {1, 1, 1, 2});
-      args.src_blocks = args.dst_blocks = block;
-      args.deltas = delta;
-      args.inv_freq = inv_freq;
-      args.isa = GetParam();
-      cpu::rerope(args);  // 1 * cosine, 1 * sine
+      // 1 * cosine, 1 * sine
+      rotate_one_block(test::make_view(in.data(), dtype, {1, 1, 1, 2}),
+                       test::make_view(out.data(), dtype, {1, 1, 1, 2}), inv_freq);
       EXPECT_EQ(out[0] & 1, 0) << to_string(dtype) << ", lowest kept bit " << lowest_kept;
     }
   }

@@ -145,11 +145,12 @@ def test_scopes_and_rotation_matter(setting, block_size: int) -> None:
 
 def test_moving_without_rotation_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with the rotation left out, a reordered prompt gives another answer."""
+    rerope_layers = ops.rerope_layers
 
-    def copy_only(k_src, k_dst, src, dst, deltas, inv_freq, **options):
-        ops.copy_blocks(k_src, k_dst, src, dst)
+    def copy_only(*args, **options):
+        rerope_layers(*args[:-1], [torch.empty(0) for _ in args[-1]], **options)
 
-    monkeypatch.setattr("kvspan.engine.runner.ops.rerope", copy_only)
+    monkeypatch.setattr("kvspan.engine.runner.ops.rerope_layers", copy_only)
     with open_tiny("llama", 16) as engine:
         layout = make_layout(16, [3, 1, 0, 2])
         expected = span_logprobs(tiny_model("llama"), layout, "sequential")

@@ -5,6 +5,8 @@
 // turns it into ValueError or TypeError. A broken invariant of kvspan itself is an InternalError.
 #pragma once
 
+#include <cstdint>
+#include <ostream>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -38,6 +40,21 @@ std::string concat(const Args&... args) {
   (out << ... << args);
   return out.str();
 }
+
+// An argument's name in a message, put together only when a message is: "k_src", or "k_src[3]" for
+// one tensor of a list.
+struct ArgName {
+  const char* name;
+  std::int64_t index = -1;
+
+  ArgName(const char* name_of_argument, std::int64_t index_in_list = -1)
+      : name(name_of_argument), index(index_in_list) {}
+
+  friend std::ostream& operator<<(std::ostream& out, const ArgName& arg) {
+    out << arg.name;
+    return arg.index < 0 ? out : out << '[' << arg.index << ']';
+  }
+};
 
 [[noreturn]] void throw_internal_error(const char* condition, const char* file, int line);
 

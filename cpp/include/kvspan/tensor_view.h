@@ -9,9 +9,20 @@
 #include <span>
 #include <string>
 
+#include "kvspan/check.h"
+
 namespace kvspan {
 
-enum class TypeCode : std::uint8_t { kInt, kUInt, kFloat, kBFloat, kBool, kOther };
+enum class TypeCode : std::uint8_t {
+  kInt,
+  kUInt,
+  kFloat,
+  kBFloat,
+  kBool,
+  kFloat8E4M3FN,  // no infinity, largest number 448
+  kFloat8E5M2,
+  kOther
+};
 
 struct DType {
   TypeCode code = TypeCode::kOther;
@@ -24,6 +35,8 @@ struct DType {
 inline constexpr DType kFloat32{TypeCode::kFloat, 32};
 inline constexpr DType kFloat16{TypeCode::kFloat, 16};
 inline constexpr DType kBFloat16{TypeCode::kBFloat, 16};
+inline constexpr DType kFloat8E4M3FN{TypeCode::kFloat8E4M3FN, 8};
+inline constexpr DType kFloat8E5M2{TypeCode::kFloat8E5M2, 8};
 inline constexpr DType kInt32{TypeCode::kInt, 32};
 inline constexpr DType kInt64{TypeCode::kInt, 64};
 
@@ -62,7 +75,14 @@ std::string shape_to_string(const TensorView& tensor);
 
 // The elements of a contiguous cpu tensor of one dimension, int64 or float32; name is the
 // argument's, for messages. Throws ArgumentError, TypeError.
-std::span<const std::int64_t> int64_elements(const TensorView& tensor, const char* name);
-std::span<const float> float32_elements(const TensorView& tensor, const char* name);
+std::span<const std::int64_t> int64_elements(const TensorView& tensor, const ArgName& name);
+std::span<const float> float32_elements(const TensorView& tensor, const ArgName& name);
+
+// The same for int64 of one dimension, [rows], or two, [rows, columns].
+struct Int64Rows {
+  std::span<const std::int64_t> elements;
+  std::int64_t num_columns;
+};
+Int64Rows int64_rows(const TensorView& tensor, const ArgName& name);
 
 }  // namespace kvspan

@@ -55,21 +55,18 @@ class KVCache:
         if self.keys[0].is_cuda:
             stream = torch.cuda.current_stream(self.keys[0].device).cuda_stream
         for batch_src, batch_dst, batch_deltas in plan.batches:
-            for spec, keys, values in zip(self.specs, self.keys, self.values, strict=True):
-                if spec.inv_freq.numel():
-                    ops.rerope(
-                        keys,
-                        keys,
-                        batch_src,
-                        batch_dst,
-                        batch_deltas,
-                        spec.inv_freq,
-                        is_neox=spec.is_neox,
-                        stream=stream,
-                    )
-                else:
-                    ops.copy_blocks(keys, keys, batch_src, batch_dst, stream=stream)
-                ops.copy_blocks(values, values, batch_src, batch_dst, stream=stream)
+            ops.rerope_layers(
+                self.keys,
+                self.keys,
+                self.values,
+                self.values,
+                batch_src,
+                batch_dst,
+                batch_deltas,
+                [spec.inv_freq for spec in self.specs],
+                is_neox=[spec.is_neox for spec in self.specs],
+                stream=stream,
+            )
 
 
 class _Pass:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from kvspan import _core
 from kvspan.ops.hash import BlockChain, digest_fields, sha256_isas
 from kvspan.ops.moves import MovePlan, plan_moves
-from kvspan.ops.rerope import copy_blocks, rerope, vector_isas
+from kvspan.ops.rerope import copy_blocks, rerope, rerope_layers, vector_isas
 
 __all__ = [
     "BlockChain",
@@ -23,6 +23,7 @@ __all__ = [
     "digest_fields",
     "plan_moves",
     "rerope",
+    "rerope_layers",
     "sha256_isas",
     "vector_isas",
 ]
