@@ -104,6 +104,25 @@ def test_streamed_pieces_make_the_answer() -> None:
     assert "".join(pieces) == text and len(pieces) > 3
 
 
+def test_a_stream_that_breaks_takes_no_other_request_with_it() -> None:
+    with open_tiny("llama", 16) as engine:
+        expected = engine.run(rag([1, 2], max_tokens=40)).token_ids
+        taken: list[str] = []
+
+        def breaks(text: str) -> None:
+            taken.append(text)
+            if len(taken) == 5:
+                raise RuntimeError("nobody reads any more")
+
+        request = rag([1, 2], max_tokens=40)
+        broken = engine._submit(request, engine.layout(request), breaks).future
+        sound = engine._submit(request, engine.layout(request), None).future
+        assert sound.result().token_ids == expected
+        with pytest.raises(KvspanError, match="nobody reads any more"):
+            broken.result()
+        assert blocks_in_use(engine) == 0
+
+
 def test_stop_token_ends_the_answer() -> None:
     model = tiny_model("llama")
     with LocalEngine(copy.deepcopy(model), word_tokenizer(), name="llama") as engine:

@@ -330,7 +330,12 @@ class LocalEngine:
             self._running.append(job)
             logits = job.active.logits
             assert logits is not None
-            self._accept(job, logits)
+            try:
+                if self.progress:
+                    self.progress("prefill", job.active.total_tokens, job.active.total_tokens)
+                self._accept(job, logits)
+            except Exception as e:
+                self._fail(job, e)
         except PoolFullError:
             job.active.release()
             self._prefilling = None
@@ -342,7 +347,6 @@ class LocalEngine:
 
     def _step_decode(self) -> None:
         for job in [job for job in self._running if job.cancelled]:
-            self._running.remove(job)
             self._fail(job, asyncio.CancelledError())
         rows = []
         for job in self._running:
@@ -355,13 +359,15 @@ class LocalEngine:
         jobs = list(self._running)
         try:
             logits = self.runner.forward(rows)
-            for job, row in zip(jobs, logits, strict=True):
-                self._accept(job, row)
         except Exception as e:
             for job in jobs:
-                if job in self._running:
-                    self._running.remove(job)
-                    self._fail(job, e)
+                self._fail(job, e)
+            return
+        for job, row in zip(jobs, logits, strict=True):
+            try:
+                self._accept(job, row)
+            except Exception as e:  # of its own sampler or stream: the others go on
+                self._fail(job, e)
 
     def _accept(self, job: _Job, logits: torch.Tensor) -> None:
         """Take one more token from logits [vocab_size]; finish the request if it is the last."""
@@ -405,6 +411,8 @@ class LocalEngine:
         job.future.set_result(result)
 
     def _fail(self, job: _Job, error: BaseException) -> None:
+        if job in self._running:
+            self._running.remove(job)
         if job.prefill is not None:
             job.prefill.release()
         self._starved = False
