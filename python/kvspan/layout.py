@@ -30,7 +30,7 @@ SEPARATOR = "\n\n"  # between the pieces of one turn, and between messages of a 
 PAD_TEXTS = (" ", "\n", ".")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SpanLayout:
     """Tokens of a prompt and the spans among them.
 

@@ -123,6 +123,23 @@ def test_a_stream_that_breaks_takes_no_other_request_with_it() -> None:
         assert blocks_in_use(engine) == 0
 
 
+def test_equal_requests_side_by_side() -> None:
+    """The same request several times at once, one of them cancelled: each is its own."""
+    with open_tiny("llama", 16) as engine:
+        expected = engine.run(rag([1, 2], max_tokens=60)).token_ids
+
+        async def together() -> list[list[int]]:
+            tasks = [
+                asyncio.ensure_future(engine.generate(rag([1, 2], max_tokens=60))) for _ in range(4)
+            ]
+            while not engine._running:
+                await asyncio.sleep(0.001)
+            tasks[2].cancel()
+            return [(await task).token_ids for i, task in enumerate(tasks) if i != 2]
+
+        assert asyncio.run(together()) == [expected] * 3
+
+
 def test_stop_token_ends_the_answer() -> None:
     model = tiny_model("llama")
     with LocalEngine(copy.deepcopy(model), word_tokenizer(), name="llama") as engine:
