@@ -10,12 +10,13 @@
 #include <string_view>
 #include <vector>
 
+#include "bindings.h"
 #include "kvspan/block_copy.h"
-#include "kvspan/block_hash.h"
 #include "kvspan/block_moves.h"
 #include "kvspan/check.h"
 #include "kvspan/device.h"
 #include "kvspan/rerope.h"
+#include "kvspan/sha256.h"
 #include "kvspan/vector_isa.h"
 #include "tensor_caster.h"
 
@@ -23,39 +24,6 @@ namespace py = pybind11;
 using kvspan::bindings::BorrowedTensor;
 
 namespace {
-
-py::bytes to_bytes(const kvspan::Digest& digest) {
-  return {reinterpret_cast<const char*>(digest.data()), digest.size()};
-}
-
-kvspan::Digest to_digest(std::string_view bytes, const char* name) {
-  kvspan::Digest digest;
-  KVSPAN_CHECK_ARG(bytes.size() == digest.size(), name, ": expected ", digest.size(),
-                   " bytes, got ", bytes.size());
-  std::copy(bytes.begin(), bytes.end(), digest.begin());
-  return digest;
-}
-
-std::vector<kvspan::SpanRange> to_spans(py::handle pairs) {
-  try {
-    return pairs.cast<std::vector<kvspan::SpanRange>>();
-  } catch (const py::cast_error&) {
-    throw kvspan::TypeError("spans: expected a sequence of (start, end) pairs of integers");
-  }
-}
-
-py::array_t<std::uint8_t> extend(kvspan::BlockChain& chain, py::handle token_ids,
-                                 py::handle span_pairs) {
-  const BorrowedTensor tokens(token_ids, "token_ids");
-  const auto spans = to_spans(span_pairs);
-  const auto& view = tokens.view();
-  const std::int64_t num_keys = chain.num_new_blocks(view.ndim == 1 ? view.shape[0] : 0);
-  py::array_t<std::uint8_t> keys({num_keys, std::int64_t{32}});
-  const std::span<std::uint8_t> out{keys.mutable_data(), static_cast<std::size_t>(keys.size())};
-  const py::gil_scoped_release release;
-  chain.extend(view, spans, out);
-  return keys;
-}
 
 py::list plan_moves(py::handle src_blocks, py::handle dst_blocks, py::handle deltas,
                     py::handle scratch_blocks) {
@@ -187,21 +155,7 @@ PYBIND11_MODULE(_core, m) {
     }
   });
 
-  py::class_<kvspan::BlockChain>(m, "BlockChain")
-      .def(py::init([](std::int64_t block_size, const py::bytes& root, const py::bytes& span_root,
-                       bool anchored, std::string_view isa) {
-             return std::make_unique<kvspan::BlockChain>(block_size, to_digest(root, "root"),
-                                                         to_digest(span_root, "span_root"),
-                                                         anchored, kvspan::parse_sha256_isa(isa));
-           }),
-           py::arg("block_size"), py::kw_only(), py::arg("root"), py::arg("span_root"),
-           py::arg("anchored"), py::arg("isa") = "auto")
-      .def("extend", &extend, py::arg("token_ids"), py::arg("spans") = py::tuple())
-      .def_property_readonly("block_size", &kvspan::BlockChain::block_size)
-      .def_property_readonly("num_tokens", &kvspan::BlockChain::num_tokens)
-      .def_property_readonly(
-          "digest", [](const kvspan::BlockChain& chain) { return to_bytes(chain.digest()); });
-
+  kvspan::bindings::bind_block_hash(m);
   m.def("sha256_isas", [] { return names_of(kvspan::sha256_isas()); });
   m.def("vector_isas", [] { return names_of(kvspan::vector_isas()); });
   m.def("built_with_cuda", &kvspan::built_with_cuda);

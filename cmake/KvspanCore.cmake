@@ -13,7 +13,9 @@ add_library(kvspan_core STATIC
   cpp/src/sha256_arm.cpp
   cpp/src/sha256_x86.cpp
   cpp/src/tensor_view.cpp
-  cpp/src/vector_isa.cpp)
+  cpp/src/token_store.cpp
+  cpp/src/vector_isa.cpp
+  cpp/src/xxh3.cpp)
 target_include_directories(kvspan_core PUBLIC cpp/include PRIVATE cpp/src)
 target_link_libraries(kvspan_core PRIVATE kvspan_warnings)
 
@@ -36,6 +38,12 @@ if(OpenMP_CXX_FOUND)
   target_link_libraries(kvspan_core PRIVATE OpenMP::OpenMP_CXX)
 else()
   message(STATUS "kvspan: OpenMP off (CPU kernels use one thread)")
+endif()
+
+if(KVSPAN_WITH_XXHASH)
+  set_source_files_properties(cpp/src/xxh3.cpp PROPERTIES
+    COMPILE_DEFINITIONS KVSPAN_WITH_XXHASH
+    INCLUDE_DIRECTORIES "${KVSPAN_XXHASH_INCLUDE_DIR}")
 endif()
 
 if(KVSPAN_WITH_CUDA)

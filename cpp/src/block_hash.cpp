@@ -1,31 +1,28 @@
 #include "kvspan/block_hash.h"
 
 #include <algorithm>
-#include <bit>
-#include <cstring>
+#include <exception>
 #include <limits>
 
+#include "block_hash_run.h"
 #include "kvspan/check.h"
+#include "parallel.h"
 
 namespace kvspan {
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "preimages hold little-endian tokens");
-
-constexpr std::size_t kTagBytes = 16;
-constexpr std::size_t kParentOffset = kTagBytes;
-constexpr std::size_t kTokensOffset = kTagBytes + sizeof(Digest);
 constexpr std::int64_t kMaxBlockSize = std::int64_t{1} << 20;
-
-// Each zero padded to 16 bytes by its type.
-constexpr char kBlockTag[kTagBytes] = "kvspan/1 block";
-constexpr char kSpanTag[kTagBytes] = "kvspan/1 span";
-constexpr char kAbsorbTag[kTagBytes] = "kvspan/1 absorb";
-
 constexpr std::int64_t kMaxTokenId = std::numeric_limits<std::uint32_t>::max();
+
+// A token takes about as long to hash as 64 bytes to copy, which choose_num_threads() counts in.
+constexpr std::int64_t kCopyBytesPerToken = 64;
 
 template <typename Token>
 void check_token_ids(const Token* tokens, std::int64_t stride, std::int64_t num_tokens) {
+  // All bits that may not be set in any id; without branches, so that it is cheap beside hashing.
+  std::int64_t bits = 0;
+  for (std::int64_t i = 0; i < num_tokens; ++i) bits |= tokens[i * stride];
+  if ((bits & ~kMaxTokenId) == 0) return;
   for (std::int64_t i = 0; i < num_tokens; ++i) {
     const std::int64_t id = tokens[i * stride];
     KVSPAN_CHECK_ARG(id >= 0 && id <= kMaxTokenId, "token_ids[", i, "]: expected an id in [0, ",
@@ -33,145 +30,280 @@ void check_token_ids(const Token* tokens, std::int64_t stride, std::int64_t num_
   }
 }
 
-}  // namespace
-
-BlockChain::BlockChain(std::int64_t block_size, const Digest& root, const Digest& span_root,
-                       bool anchored, Sha256Isa isa)
-    : block_size_(block_size),
-      code_(sha256_code(isa)),
-      span_root_(span_root),
-      anchored_(anchored),
-      outer_(root) {
-  KVSPAN_CHECK_ARG(block_size >= 1 && block_size <= kMaxBlockSize, "block_size: expected 1 to ",
-                   kMaxBlockSize, " tokens, got ", block_size);
-  const std::size_t size = kTokensOffset + static_cast<std::size_t>(block_size) * 4;
-  preimage_.resize(sha256_padded_size(size));
-  std::memcpy(preimage_.data(), kBlockTag, kTagBytes);
-  sha256_write_padding(preimage_.data(), size);
-}
-
-std::int64_t BlockChain::num_tokens() const {
-  const std::lock_guard lock(mutex_);
-  return num_tokens_;
-}
-
-Digest BlockChain::digest() const {
-  const std::lock_guard lock(mutex_);
-  return outer_;
-}
-
-std::int64_t BlockChain::num_new_blocks(std::int64_t num_tokens) const {
-  const std::lock_guard lock(mutex_);
-  return (num_tokens_ % block_size_ + num_tokens) / block_size_;
-}
-
-void BlockChain::validate(const TensorView& token_ids, std::span<const SpanRange> spans) const {
+void check_token_ids(const TensorView& token_ids) {
   KVSPAN_CHECK_ARG(token_ids.ndim == 1, "token_ids: expected shape [num_tokens], got ",
                    shape_to_string(token_ids));
   KVSPAN_CHECK_ARG(token_ids.device.type == DeviceType::kCpu,
                    "token_ids: expected a cpu tensor, got ", to_string(token_ids.device));
   KVSPAN_CHECK(token_ids.dtype == kInt32 || token_ids.dtype == kInt64, TypeError,
                "token_ids: expected int32 or int64, got ", to_string(token_ids.dtype));
-  const std::int64_t added = token_ids.shape[0];
   if (token_ids.dtype == kInt32) {
-    check_token_ids(token_ids.as<std::int32_t>(), token_ids.strides[0], added);
+    check_token_ids(token_ids.as<std::int32_t>(), token_ids.strides[0], token_ids.shape[0]);
   } else {
-    check_token_ids(token_ids.as<std::int64_t>(), token_ids.strides[0], added);
+    check_token_ids(token_ids.as<std::int64_t>(), token_ids.strides[0], token_ids.shape[0]);
   }
+}
 
-  const std::int64_t stop = num_tokens_ + added;
-  std::int64_t previous_end = num_tokens_;
-  for (std::size_t i = 0; i < spans.size(); ++i) {
-    const auto [start, end] = spans[i];
-    KVSPAN_CHECK_ARG(start <= end, "spans[", i, "]: expected start <= end, got (", start, ", ", end,
-                     ")");
-    KVSPAN_CHECK_ARG(start >= num_tokens_ && end <= stop, "spans[", i,
-                     "]: expected a range within the tokens added, [", num_tokens_, ", ", stop,
-                     "), got (", start, ", ", end, ")");
-    KVSPAN_CHECK_ARG(start >= previous_end, "spans[", i,
-                     "]: expected sorted, disjoint spans: a start of at least ", previous_end,
-                     ", got (", start, ", ", end, ")");
+void check_offsets(std::span<const std::int64_t> offsets, const char* name, std::size_t num_prompts,
+                   std::int64_t total, const char* what) {
+  KVSPAN_CHECK_ARG(offsets.size() == num_prompts + 1, name, ": expected [", num_prompts + 1,
+                   "] offsets for ", num_prompts, " chains, got [", offsets.size(), "]");
+  KVSPAN_CHECK_ARG(offsets.front() == 0, name, "[0]: expected 0, got ", offsets.front());
+  for (std::size_t i = 0; i < num_prompts; ++i) {
+    KVSPAN_CHECK_ARG(offsets[i] <= offsets[i + 1], name, "[", i + 1, "]: expected at least ",
+                     offsets[i], " like the offset before, got ", offsets[i + 1]);
+  }
+  KVSPAN_CHECK_ARG(offsets.back() == total, name, "[", num_prompts, "]: expected ", total,
+                   ", the number of ", what, ", got ", offsets.back());
+}
+
+// Sorted, disjoint and within the tokens added, [begin, stop).
+void check_range(const char* name, std::int64_t i, std::int64_t start, std::int64_t end,
+                 std::int64_t previous_end, std::int64_t begin, std::int64_t stop) {
+  KVSPAN_CHECK_ARG(start <= end, name, "[", i, "]: expected start <= end, got (", start, ", ", end,
+                   ")");
+  KVSPAN_CHECK_ARG(start >= begin && end <= stop, name, "[", i,
+                   "]: expected a range within the tokens added, [", begin, ", ", stop, "), got (",
+                   start, ", ", end, ")");
+  KVSPAN_CHECK_ARG(start >= previous_end, name, "[", i, "]: expected sorted, disjoint ", name,
+                   ": a start of at least ", previous_end, ", got (", start, ", ", end, ")");
+}
+
+// The items of one prompt; no offsets: there are none.
+template <typename Item>
+std::span<const Item> slice(std::span<const Item> items, std::span<const std::int64_t> offsets,
+                            std::size_t prompt) {
+  if (offsets.empty()) return {};
+  return items.subspan(offsets[prompt], offsets[prompt + 1] - offsets[prompt]);
+}
+
+// One thread's share: the prompts that start in its share of the tokens, so that long and short
+// prompts are spread evenly.
+std::pair<std::size_t, std::size_t> prompts_within(std::span<const std::int64_t> cu_seqlens,
+                                                   std::int64_t begin, std::int64_t end) {
+  const auto starts = cu_seqlens.first(cu_seqlens.size() - 1);
+  const auto index = [&](std::int64_t token) {
+    return static_cast<std::size_t>(std::lower_bound(starts.begin(), starts.end(), token) -
+                                    starts.begin());
+  };
+  return {index(begin), index(end)};
+}
+
+template <typename Token>
+void run(std::span<block_hash::Prompt> prompts, const ExtendArgs& args, std::int64_t block_size,
+         const block_hash::Hasher& hasher) {
+  const std::int64_t num_tokens = args.token_ids.shape[0];
+  const int num_threads = choose_num_threads(
+      args.num_threads, static_cast<std::int64_t>(prompts.size()), num_tokens * kCopyBytesPerToken);
+  std::vector<std::exception_ptr> errors(num_threads);
+  parallel_ranges(num_threads, num_tokens, [&](int thread, std::int64_t begin, std::int64_t end) {
+    try {
+      const auto [first, last] = prompts_within(args.cu_seqlens, begin, end);
+      block_hash::Runner<Token> runner(args.token_ids.as<Token>(), args.token_ids.strides[0],
+                                       block_size, hasher);
+      runner.run(prompts.subspan(first, last - first));
+    } catch (...) {  // out of memory; no exception may leave a thread
+      errors[thread] = std::current_exception();
+    }
+  });
+  for (const std::exception_ptr& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
+}
+
+}  // namespace
+
+BlockChain::BlockChain(std::int64_t block_size, const Digest& root, const Digest& span_root,
+                       bool anchored, Sha256Isa isa, std::shared_ptr<TokenStore> store)
+    : block_size_(block_size),
+      code_(sha256_code(isa)),
+      span_root_(span_root),
+      anchored_(anchored),
+      store_(std::move(store)),
+      store_generation_(store_ ? store_->generation() : 0) {
+  KVSPAN_CHECK_ARG(block_size >= 1 && block_size <= kMaxBlockSize, "block_size: expected 1 to ",
+                   kMaxBlockSize, " tokens, got ", block_size);
+  state_.outer = root;
+}
+
+std::int64_t BlockChain::num_tokens() const {
+  const std::lock_guard lock(mutex_);
+  return state_.num_tokens;
+}
+
+Digest BlockChain::digest() const {
+  const std::lock_guard lock(mutex_);
+  return state_.outer;
+}
+
+std::int64_t BlockChain::num_new_blocks(std::int64_t num_tokens) const {
+  const std::lock_guard lock(mutex_);
+  return (static_cast<std::int64_t>(state_.pending.size()) + num_tokens) / block_size_;
+}
+
+void BlockChain::extend(const TensorView& token_ids, std::span<const SpanRange> spans,
+                        std::span<const ExtraRange> extra, std::span<std::uint8_t> keys) {
+  BlockChain* const chain = this;
+  const std::int64_t cu_seqlens[2] = {0, token_ids.ndim == 1 ? token_ids.shape[0] : 0};
+  const std::int64_t cu_spans[2] = {0, static_cast<std::int64_t>(spans.size())};
+  const std::int64_t cu_extra[2] = {0, static_cast<std::int64_t>(extra.size())};
+  const std::lock_guard lock(mutex_);
+  extend_locked({.chains = {&chain, 1},
+                 .token_ids = token_ids,
+                 .cu_seqlens = cu_seqlens,
+                 .spans = spans,
+                 .cu_spans = cu_spans,
+                 .extra = extra,
+                 .cu_extra = cu_extra,
+                 .num_threads = 1},
+                keys);
+}
+
+void BlockChain::validate(const ExtendArgs& args, std::size_t prompt) const {
+  const BlockChain& first = *args.chains.front();
+  KVSPAN_CHECK_ARG(block_size_ == first.block_size_, "chains[", prompt, "]: expected block_size ",
+                   first.block_size_, " like chains[0], got ", block_size_);
+  KVSPAN_CHECK_ARG(store_ == first.store_, "chains[", prompt,
+                   "]: expected the same TokenStore as chains[0], or none like it");
+  const std::int64_t begin = state_.num_tokens;
+  const std::int64_t stop = begin + args.cu_seqlens[prompt + 1] - args.cu_seqlens[prompt];
+  std::int64_t previous_end = begin;
+  std::int64_t i = args.cu_spans.empty() ? 0 : args.cu_spans[prompt];
+  for (const auto& [start, end] : slice(args.spans, args.cu_spans, prompt)) {
+    check_range("spans", i, start, end, previous_end, begin, stop);
     KVSPAN_CHECK_ARG(start % block_size_ == 0 && end % block_size_ == 0, "spans[", i,
                      "]: expected multiples of block_size ", block_size_, ", got (", start, ", ",
                      end, ")");
     previous_end = end;
+    ++i;
+  }
+  previous_end = begin;
+  i = args.cu_extra.empty() ? 0 : args.cu_extra[prompt];
+  for (const ExtraRange& range : slice(args.extra, args.cu_extra, prompt)) {
+    check_range("extra", i, range.start, range.end, previous_end, begin, stop);
+    previous_end = range.end;
+    ++i;
   }
 }
 
-void BlockChain::extend(const TensorView& token_ids, std::span<const SpanRange> spans,
-                        std::span<std::uint8_t> keys) {
-  const std::lock_guard lock(mutex_);
-  validate(token_ids, spans);
-  const std::int64_t added = token_ids.shape[0];
-  const std::int64_t new_blocks = (num_tokens_ % block_size_ + added) / block_size_;
-  KVSPAN_CHECK_ARG(static_cast<std::int64_t>(keys.size()) == new_blocks * 32, "keys: expected ",
-                   new_blocks * 32, " bytes, got ", keys.size());
-  if (token_ids.dtype == kInt32) {
-    append<std::int32_t>(token_ids, spans, keys.data());
-  } else {
-    append<std::int64_t>(token_ids, spans, keys.data());
+// All chains are locked by the caller.
+void BlockChain::extend_locked(const ExtendArgs& args, std::span<std::uint8_t> keys) {
+  const std::size_t num_prompts = args.chains.size();
+  check_token_ids(args.token_ids);
+  const std::int64_t num_tokens = args.token_ids.shape[0];
+  check_offsets(args.cu_seqlens, "cu_seqlens", num_prompts, num_tokens, "tokens");
+  if (!args.cu_spans.empty() || !args.spans.empty()) {
+    check_offsets(args.cu_spans, "cu_spans", num_prompts,
+                  static_cast<std::int64_t>(args.spans.size()), "spans");
   }
-}
+  if (!args.cu_extra.empty() || !args.extra.empty()) {
+    check_offsets(args.cu_extra, "cu_extra", num_prompts,
+                  static_cast<std::int64_t>(args.extra.size()), "extra ranges");
+  }
+  KVSPAN_CHECK_ARG(args.num_threads >= 0, "num_threads: expected 0 (automatic) or more, got ",
+                   args.num_threads);
+  if (num_prompts == 0) return;
+  for (std::size_t p = 0; p < num_prompts; ++p) args.chains[p]->validate(args, p);
 
-template <typename Token>
-void BlockChain::append(const TensorView& token_ids, std::span<const SpanRange> spans,
-                        std::uint8_t* keys) {
-  const std::int64_t stride = token_ids.strides[0];
-  const std::int64_t stop = num_tokens_ + token_ids.shape[0];
-  const Token* next = token_ids.as<Token>();
-  const auto advance_to = [&](std::int64_t position, Digest& parent) {
-    const std::int64_t count = position - num_tokens_;
-    keys = hash_blocks(next, stride, count, parent, keys);
-    next += count * stride;
+  // The work is done on copies of the chains' states, which take effect only when all is done.
+  const BlockChain& first = *args.chains.front();
+  const std::int64_t block_size = first.block_size_;
+  std::vector<block_hash::Prompt> prompts(num_prompts);
+  std::vector<State> next_states(num_prompts);
+  std::int64_t num_blocks = 0;
+  for (std::size_t p = 0; p < num_prompts; ++p) {
+    const BlockChain& chain = *args.chains[p];
+    const State& state = chain.state_;
+    const std::int64_t added = args.cu_seqlens[p + 1] - args.cu_seqlens[p];
+    std::span<const ExtraRange> extra = slice(args.extra, args.cu_extra, p);
+    if (!state.pending_extra.empty()) {
+      auto& all = next_states[p].pending_extra;
+      all = state.pending_extra;
+      all.insert(all.end(), extra.begin(), extra.end());
+      extra = all;
+    }
+    prompts[p] = {.span_root = chain.span_root_,
+                  .anchored = chain.anchored_,
+                  .pending = state.pending,
+                  .start = state.num_tokens,
+                  .stop = state.num_tokens + added,
+                  .first_token = args.cu_seqlens[p],
+                  .spans = slice(args.spans, args.cu_spans, p),
+                  .extra = extra,
+                  .keys = keys.data() + num_blocks * sizeof(Digest),
+                  .outer = state.outer,
+                  .span_parent = state.span_parent};
+    num_blocks += (static_cast<std::int64_t>(state.pending.size()) + added) / block_size;
+  }
+  const auto expected = num_blocks * static_cast<std::int64_t>(sizeof(Digest));
+  KVSPAN_CHECK_ARG(static_cast<std::int64_t>(keys.size()) == expected, "keys: expected ", expected,
+                   " bytes, got ", keys.size());
+
+  std::shared_lock<std::shared_mutex> store_lock;
+  if (first.store_) store_lock = first.store_->hold();
+  for (const BlockChain* chain : args.chains) {
+    KVSPAN_CHECK_ARG(!first.store_ || chain->store_generation_ == first.store_->generation(),
+                     "store: expected the entries that this chain stands on, got a store that was "
+                     "cleared since; start a new chain");
+  }
+  if (num_blocks > 0) {
+    const block_hash::Hasher hasher{first.code_, first.store_.get()};
+    if (args.token_ids.dtype == kInt32) {
+      run<std::int32_t>(prompts, args, block_size, hasher);
+    } else {
+      run<std::int64_t>(prompts, args, block_size, hasher);
+    }
+  }
+
+  const auto token_at = [&](std::int64_t i) {
+    i *= args.token_ids.strides[0];
+    return static_cast<std::uint32_t>(args.token_ids.dtype == kInt32
+                                          ? args.token_ids.as<std::int32_t>()[i]
+                                          : args.token_ids.as<std::int64_t>()[i]);
   };
-  for (const auto& [start, end] : spans) {
-    if (start == end) continue;
-    advance_to(start, outer_);
-    if (anchored_ && !has_anchor_) {
-      anchor_ = outer_;
-      has_anchor_ = true;
+  for (std::size_t p = 0; p < num_prompts; ++p) {
+    const block_hash::Prompt& prompt = prompts[p];
+    State& next = next_states[p];
+    next.outer = prompt.outer;
+    next.span_parent = prompt.span_parent;
+    next.num_tokens = prompt.stop;
+    const std::int64_t unfinished = prompt.stop - prompt.stop % block_size;
+    if (unfinished < prompt.start) {
+      next.pending.assign(prompt.pending.begin(), prompt.pending.end());
     }
-    Digest inner = hash_pair(kSpanTag, span_root_, anchor_);
-    advance_to(end, inner);
-    outer_ = hash_pair(kAbsorbTag, outer_, inner);
+    for (std::int64_t i = std::max(unfinished, prompt.start); i < prompt.stop; ++i) {
+      next.pending.push_back(token_at(prompt.first_token + i - prompt.start));
+    }
+    std::vector<ExtraRange> overlapping;
+    for (const ExtraRange& range : prompt.extra) {
+      if (range.end > unfinished) overlapping.push_back(range);
+    }
+    next.pending_extra = std::move(overlapping);
   }
-  advance_to(stop, outer_);
+  for (std::size_t p = 0; p < num_prompts; ++p) args.chains[p]->state_ = std::move(next_states[p]);
 }
 
-template <typename Token>
-std::uint8_t* BlockChain::hash_blocks(const Token* tokens, std::int64_t stride,
-                                      std::int64_t num_tokens, Digest& parent, std::uint8_t* keys) {
-  std::int64_t filled = num_tokens_ % block_size_;
-  num_tokens_ += num_tokens;
-  while (num_tokens > 0) {
-    const std::int64_t count = std::min(num_tokens, block_size_ - filled);
-    std::uint8_t* out = preimage_.data() + kTokensOffset + 4 * filled;
-    for (std::int64_t i = 0; i < count; ++i) {
-      const auto id = static_cast<std::uint32_t>(tokens[i * stride]);
-      std::memcpy(out + 4 * i, &id, 4);
-    }
-    tokens += count * stride;
-    num_tokens -= count;
-    filled += count;
-    if (filled == block_size_) {
-      std::memcpy(preimage_.data() + kParentOffset, parent.data(), parent.size());
-      parent = sha256_padded(code_, preimage_.data(), preimage_.size() / 64);
-      std::memcpy(keys, parent.data(), parent.size());
-      keys += parent.size();
-      filled = 0;
-    }
+std::vector<std::int64_t> key_offsets(const ExtendArgs& args) {
+  check_offsets(args.cu_seqlens, "cu_seqlens", args.chains.size(),
+                args.token_ids.ndim == 1 ? args.token_ids.shape[0] : 0, "tokens");
+  std::vector<std::int64_t> offsets{0};
+  for (std::size_t p = 0; p < args.chains.size(); ++p) {
+    const std::int64_t added = args.cu_seqlens[p + 1] - args.cu_seqlens[p];
+    offsets.push_back(offsets.back() + args.chains[p]->num_new_blocks(added));
   }
-  return keys;
+  return offsets;
 }
 
-Digest BlockChain::hash_pair(const char* tag, const Digest& first, const Digest& second) const {
-  constexpr std::size_t kSize = kTagBytes + 2 * sizeof(Digest);
-  std::uint8_t preimage[sha256_padded_size(kSize)];
-  std::memcpy(preimage, tag, kTagBytes);
-  std::memcpy(preimage + kTagBytes, first.data(), sizeof(Digest));
-  std::memcpy(preimage + kTagBytes + sizeof(Digest), second.data(), sizeof(Digest));
-  sha256_write_padding(preimage, kSize);
-  return sha256_padded(code_, preimage, sizeof(preimage) / 64);
+void extend_chains(const ExtendArgs& args, std::span<std::uint8_t> keys) {
+  // In one order everywhere, so that two calls with chains in common cannot block each other.
+  std::vector<BlockChain*> ordered(args.chains.begin(), args.chains.end());
+  std::sort(ordered.begin(), ordered.end(), std::less<>());
+  const auto repeated = std::adjacent_find(ordered.begin(), ordered.end());
+  KVSPAN_CHECK_ARG(repeated == ordered.end(), "chains: expected distinct chains, got one twice");
+  std::vector<std::unique_lock<std::mutex>> locks;
+  locks.reserve(ordered.size());
+  for (BlockChain* chain : ordered) locks.emplace_back(chain->mutex_);
+  BlockChain::extend_locked(args, keys);
 }
 
 }  // namespace kvspan

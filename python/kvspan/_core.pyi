@@ -6,6 +6,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+class TokenStore:
+    def __init__(self) -> None: ...
+    def clear(self) -> None: ...
+    @property
+    def num_entries(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def num_collisions(self) -> int: ...
+
 class BlockChain:
     def __init__(
         self,
@@ -14,11 +24,10 @@ class BlockChain:
         root: bytes,
         span_root: bytes,
         anchored: bool,
-        isa: str = "auto",
+        isa: str,
+        store: TokenStore | None,
     ) -> None: ...
-    def extend(
-        self, token_ids: Any, spans: Sequence[tuple[int, int]] = ()
-    ) -> npt.NDArray[np.uint8]: ...
+    def extend(self, token_ids: Any, spans: Any, extra: Any) -> npt.NDArray[np.uint8]: ...
     @property
     def block_size(self) -> int: ...
     @property
@@ -26,6 +35,17 @@ class BlockChain:
     @property
     def digest(self) -> bytes: ...
 
+def extend_chains(
+    chains: list[BlockChain],
+    token_ids: Any,
+    cu_seqlens: Any,
+    spans: Any,
+    cu_spans: Any,
+    extra: Any,
+    cu_extra: Any,
+    num_threads: int,
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]: ...
+def built_with_xxhash() -> bool: ...
 def sha256_isas() -> tuple[str, ...]: ...
 def vector_isas() -> tuple[str, ...]: ...
 def built_with_cuda() -> bool: ...

@@ -6,11 +6,12 @@ Nothing here shares code with the C++ core. Needs torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 Spans = Sequence[tuple[int, int]]
+Extra = Sequence[tuple[int, int, bytes]]
 
 
 def block_keys(
@@ -21,22 +22,33 @@ def block_keys(
     span_root: bytes,
     anchored: bool,
     spans: Spans = (),
+    extra: Extra = (),
+    digest: Callable[[bytes], bytes] = lambda message: hashlib.sha256(message).digest(),
 ) -> tuple[list[bytes], bytes]:
     """Keys of all full blocks of a prompt and the final outer digest; twin of ``BlockChain``.
 
     Args:
         token_ids: ids in [0, 2**32).
         spans: ``(start, end)`` in tokens, sorted, disjoint, multiples of ``block_size``.
+        extra: ``(start, end, digest)``, sorted, disjoint.
+        digest: 32 bytes of a message.
     """
 
-    def sha(tag: str, *parts: bytes) -> bytes:
-        return hashlib.sha256(tag.encode().ljust(16, b"\0") + b"".join(parts)).digest()
+    def hashed(tag: str, *parts: bytes) -> bytes:
+        return digest(tag.encode().ljust(16, b"\0") + b"".join(parts))
+
+    def number(value: int) -> bytes:
+        return value.to_bytes(8, "little", signed=True)
 
     def blocks(start: int, end: int, parent: bytes) -> bytes:
         for first in range(start, end - block_size + 1, block_size):
+            for begin, stop, content in extra:
+                if begin < stop and begin < first + block_size and stop > first:
+                    place = number(begin - first) + number(stop - begin)
+                    parent = hashed("kvspan/1 extra", parent, content, place)
             ids = token_ids[first : first + block_size]
             tokens = b"".join(int(i).to_bytes(4, "little") for i in ids)
-            parent = sha("kvspan/1 block", parent, tokens)
+            parent = hashed("kvspan/1 block", parent, tokens)
             keys.append(parent)
         return parent
 
@@ -47,8 +59,8 @@ def block_keys(
         outer = blocks(position, start, outer)
         if anchored and start == filled[0][0]:
             anchor = outer
-        span_digest = blocks(start, end, sha("kvspan/1 span", span_root, anchor))
-        outer = sha("kvspan/1 absorb", outer, span_digest)
+        span_digest = blocks(start, end, hashed("kvspan/1 span", span_root, anchor))
+        outer = hashed("kvspan/1 absorb", outer, span_digest)
         position = end
     outer = blocks(position, len(token_ids), outer)
     return keys, outer

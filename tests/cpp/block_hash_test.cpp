@@ -3,49 +3,16 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
-#include <numeric>
 #include <set>
 #include <string>
 
+#include "block_hash_fixture.h"
 #include "kvspan/check.h"
-#include "test_tensor.h"
 
 namespace kvspan {
 namespace {
 
-using Keys = std::vector<Digest>;
-
-const Digest kRoot = [] {
-  Digest digest;
-  digest.fill(1);
-  return digest;
-}();
-const Digest kSpanRoot = [] {
-  Digest digest;
-  digest.fill(2);
-  return digest;
-}();
-
-std::vector<std::int32_t> range_of_tokens(std::int32_t first, std::int32_t count) {
-  std::vector<std::int32_t> tokens(count);
-  std::iota(tokens.begin(), tokens.end(), first);
-  return tokens;
-}
-
-template <typename Token>
-Keys extend(BlockChain& chain, std::vector<Token> tokens, std::vector<SpanRange> spans = {}) {
-  const auto size = static_cast<std::int64_t>(tokens.size());
-  std::vector<std::uint8_t> bytes(chain.num_new_blocks(size) * 32);
-  chain.extend(test::make_view(tokens.data(), DType{TypeCode::kInt, sizeof(Token) * 8}, {size}),
-               spans, bytes);
-  Keys keys(bytes.size() / 32);
-  if (!bytes.empty()) std::memcpy(keys.data(), bytes.data(), bytes.size());
-  return keys;
-}
-
-BlockChain make_chain(std::int64_t block_size = 4, bool anchored = true) {
-  return BlockChain(block_size, kRoot, kSpanRoot, anchored);
-}
+using namespace test;
 
 // The header's preimages, written out naively.
 Digest hash_of(const std::string& tag, std::vector<Digest> digests,
@@ -77,6 +44,43 @@ TEST(BlockHashTest, FollowsTheDocumentedPreimages) {
   }
 }
 
+// The parent of a block that an extra range overlaps.
+Digest with_extra(const Digest& parent, std::uint8_t content, std::int64_t offset,
+                  std::uint32_t length) {
+  const auto low = static_cast<std::uint32_t>(offset);
+  const auto high = static_cast<std::uint32_t>(offset >> 32);
+  return hash_of("kvspan/1 extra", {parent, filled_digest(content)}, {low, high, length, 0});
+}
+
+TEST(BlockHashTest, ExtraRangesFollowTheDocumentedPreimages) {
+  BlockChain chain = make_chain(4);
+  // One range over three blocks, then two in one block of a span that begin and end within it.
+  const std::vector<ExtraRange> extra{
+      {2, 9, filled_digest(7)}, {13, 14, filled_digest(8)}, {14, 18, filled_digest(9)}};
+  const Keys keys = extend(chain, range_of_tokens(0, 24), {{12, 20}}, extra);
+
+  const Digest first = hash_of("kvspan/1 block", {with_extra(kRoot, 7, 2, 7)}, {0, 1, 2, 3});
+  const Digest second = hash_of("kvspan/1 block", {with_extra(first, 7, -2, 7)}, {4, 5, 6, 7});
+  const Digest third = hash_of("kvspan/1 block", {with_extra(second, 7, -6, 7)}, {8, 9, 10, 11});
+  const Digest span = hash_of("kvspan/1 span", {kSpanRoot, third});
+  const Digest fourth =
+      hash_of("kvspan/1 block", {with_extra(with_extra(span, 8, 1, 1), 9, 2, 4)}, {12, 13, 14, 15});
+  const Digest fifth = hash_of("kvspan/1 block", {with_extra(fourth, 9, -2, 4)}, {16, 17, 18, 19});
+  const Digest outer = hash_of("kvspan/1 absorb", {third, fifth});
+  const Digest sixth = hash_of("kvspan/1 block", {outer}, {20, 21, 22, 23});
+  EXPECT_EQ(keys, (Keys{first, second, third, fourth, fifth, sixth}));
+}
+
+TEST(BlockHashTest, AnExtraRangeAcrossASpansEdgeEntersBothSides) {
+  const auto keys_with = [](std::vector<ExtraRange> extra) {
+    BlockChain chain = make_chain(4);
+    return extend(chain, range_of_tokens(0, 12), {{4, 8}}, std::move(extra));
+  };
+  const Keys plain = keys_with({}), crossing = keys_with({{3, 5, filled_digest(7)}});
+  for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_NE(plain[i], crossing[i]) << i;
+  EXPECT_EQ(keys_with({{3, 3, filled_digest(7)}, {4, 4, filled_digest(8)}}), plain);
+}
+
 TEST(BlockHashTest, SplittingCallsChangesNothing) {
   const std::vector<SpanRange> spans{{4, 12}, {16, 20}};
   const auto tokens = range_of_tokens(0, 27);
@@ -97,6 +101,26 @@ TEST(BlockHashTest, SplittingCallsChangesNothing) {
   }
 }
 
+TEST(BlockHashTest, ExtraRangesOfAnUnfinishedBlockAreKept) {
+  const std::vector<ExtraRange> extra{{1, 2, filled_digest(7)}, {5, 6, filled_digest(8)}};
+  BlockChain whole = make_chain();
+  const Keys expected = extend(whole, range_of_tokens(0, 12), {}, extra);
+  for (int cut_1 = 2; cut_1 <= 5; ++cut_1) {
+    for (int cut_2 = 6; cut_2 <= 12; ++cut_2) {
+      BlockChain chain = make_chain();
+      Keys keys = extend(chain, range_of_tokens(0, cut_1), {}, {extra[0]});
+      for (const Digest& key :
+           extend(chain, range_of_tokens(cut_1, cut_2 - cut_1), {}, {extra[1]})) {
+        keys.push_back(key);
+      }
+      for (const Digest& key : extend(chain, range_of_tokens(cut_2, 12 - cut_2))) {
+        keys.push_back(key);
+      }
+      ASSERT_EQ(keys, expected) << "cut at " << cut_1 << " and " << cut_2;
+    }
+  }
+}
+
 TEST(BlockHashTest, TokenTypesAndStridesGiveTheSameKeys) {
   const auto tokens = range_of_tokens(5, 12);
   BlockChain narrow = make_chain(), wide = make_chain(), strided = make_chain();
@@ -108,7 +132,7 @@ TEST(BlockHashTest, TokenTypesAndStridesGiveTheSameKeys) {
   TensorView view = test::make_view(&every_third[35], kInt32, {12});
   view.strides[0] = -3;
   std::vector<std::uint8_t> bytes(3 * 32);
-  strided.extend(view, {}, bytes);
+  strided.extend(view, {}, {}, bytes);
   EXPECT_EQ(std::memcmp(bytes.data(), keys.data(), bytes.size()), 0);
 }
 
@@ -131,6 +155,12 @@ TEST(BlockHashTest, ErrorsLeaveTheChainAsItWas) {
   EXPECT_THROW(extend(chain, tokens, {{12, 8}}), ArgumentError);            // reversed
   EXPECT_THROW(extend(chain, tokens, {{8, 16}, {12, 16}}), ArgumentError);  // overlapping
   EXPECT_THROW(extend(chain, tokens, {{12, 16}, {8, 12}}), ArgumentError);  // not sorted
+  const Digest x = filled_digest(7);
+  EXPECT_THROW(extend(chain, tokens, {}, {{5, 8, x}}), ArgumentError);              // before
+  EXPECT_THROW(extend(chain, tokens, {}, {{8, 17, x}}), ArgumentError);             // behind
+  EXPECT_THROW(extend(chain, tokens, {}, {{9, 7, x}}), ArgumentError);              // reversed
+  EXPECT_THROW(extend(chain, tokens, {}, {{6, 9, x}, {8, 10, x}}), ArgumentError);  // overlapping
+  EXPECT_THROW(extend(chain, tokens, {}, {{9, 10, x}, {6, 7, x}}), ArgumentError);  // not sorted
   EXPECT_EQ(chain.digest(), before);
   EXPECT_EQ(chain.num_tokens(), 6);
 
@@ -142,12 +172,18 @@ TEST(BlockHashTest, ErrorsLeaveTheChainAsItWas) {
 TEST(BlockHashTest, EverySizeOfBlockOnEveryPath) {
   for (const std::int64_t block_size : {1, 3, 16, 17, 64}) {
     BlockChain scalar(block_size, kRoot, kSpanRoot, true, Sha256Isa::kScalar);
-    const auto tokens = range_of_tokens(7, static_cast<std::int32_t>(5 * block_size));
-    const Keys expected = extend(scalar, tokens, {{block_size, 3 * block_size}});
-    EXPECT_EQ(std::set<Digest>(expected.begin(), expected.end()).size(), 5u);
+    // Spans of one, two and three blocks: their chains are hashed in pairs of unequal length.
+    std::vector<SpanRange> spans;
+    for (const auto& [start, end] : {SpanRange{1, 2}, {2, 4}, {5, 8}, {8, 9}, {9, 12}}) {
+      spans.emplace_back(start * block_size, end * block_size);
+    }
+    const auto tokens = range_of_tokens(7, static_cast<std::int32_t>(14 * block_size));
+    const Keys expected = extend(scalar, tokens, spans);
+    EXPECT_EQ(std::set<Digest>(expected.begin(), expected.end()).size(), 14u);
     for (const Sha256Isa isa : sha256_isas()) {
       BlockChain chain(block_size, kRoot, kSpanRoot, true, isa);
-      EXPECT_EQ(extend(chain, tokens, {{block_size, 3 * block_size}}), expected) << to_string(isa);
+      EXPECT_EQ(extend(chain, tokens, spans), expected) << to_string(isa);
+      EXPECT_EQ(chain.digest(), scalar.digest()) << to_string(isa);
     }
   }
 }

@@ -7,11 +7,20 @@
 // the content and the order of all spans before them.
 //
 // Every preimage starts with a 16-byte ASCII tag, zero padded; tags keep the uses apart. All
-// preimages are hashed with plain SHA-256.
+// preimages are hashed with plain SHA-256 (but see token_store.h).
 //
 //   block  offset  0  16 bytes  "kvspan/1 block"
 //                 16  32 bytes  parent: the key before it in its chain, or the chain's root
 //                 48  4n bytes  the n = block_size token ids, each an unsigned 32-bit little endian
+//
+//   extra          0  16 bytes  "kvspan/1 extra"
+//                 16  32 bytes  parent
+//                 48  32 bytes  the digest of an extra range
+//                 80   8 bytes  the range's start minus the block's start, in tokens, negative if
+//                               it began in an earlier block: signed 64-bit little endian
+//                 88   8 bytes  the range's length in tokens: unsigned 64-bit little endian
+//     takes the parent's place for a block that the range overlaps. Several ranges are folded in
+//     one after the other, from left to right, and the last result is the block's parent.
 //
 //   span start     0  16 bytes  "kvspan/1 span"
 //                 16  32 bytes  span_root
@@ -24,36 +33,62 @@
 //                 48  32 bytes  the key of the span's last block
 //     gives the outer chain's new digest.
 //
-// root and span_root carry everything else that a key must depend on (model, LoRA, multimodal
-// inputs, tenant salt, scope); kvspan.ops.digest_fields makes them. Blocks of both kinds share a
-// tag; a span's never has an ordinary block's key, because its chain starts from a "span" digest.
+// Where the rest of what a key must depend on enters:
+//   model, LoRA (name and id), tenant salt, scope: the whole prompt, so into root and span_root,
+//     which kvspan.ops.digest_fields makes. Salt and LoRA thus enter every block's key, span or
+//     not, through its chain's start.
+//   multimodal inputs, prompt embeddings, an adapter that is active for some tokens only: extra
+//     ranges. Their offset counts from the block, not from the prompt, so a span with an image
+//     keeps its keys when it is moved.
+//   anchor: the chain itself.
+// Blocks of spans and of text share a tag; a span's never has an ordinary block's key, because its
+// chain starts from a "span" digest.
 //
 // Token ids from int32 and int64 arrays give the same keys; ids outside [0, 2^32) are refused. An
-// empty span (start == end) holds no KV and changes nothing. A partial last block has no key; its
-// tokens are kept and continued by the next extend().
+// empty span or extra range (start == end) changes nothing. A partial last block has no key; its
+// tokens are kept and continued by the next call.
+//
+// Cost, in runs of the SHA-256 compression function over 64 bytes: a block of n tokens
+// (57 + 4n + 63) / 64, each extra range of a block 2, each span 2. Spans of one prompt, and prompts
+// of one call, are independent, and are hashed two at a time.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
 
 #include "kvspan/sha256.h"
 #include "kvspan/tensor_view.h"
+#include "kvspan/token_store.h"
 
 namespace kvspan {
 
 // [start, end) in tokens, counted from the start of the chain.
 using SpanRange = std::pair<std::int64_t, std::int64_t>;
 
+// Something besides their ids that the tokens [start, end) stand for: the content of an image whose
+// placeholders they are, embeddings given in their place, ... Several things about the same tokens
+// are joined in one digest (kvspan.ops.digest_fields).
+struct ExtraRange {
+  std::int64_t start = 0;  // counted from the start of the chain
+  std::int64_t end = 0;
+  Digest digest{};
+};
+
+struct ExtendArgs;
+
 class BlockChain {
  public:
   // block_size: tokens per block, from 1 to 2^20. anchored: whether span keys depend on the tokens
-  // before the first span.
+  // before the first span. store: null for SHA-256; else xxh3-128 with the tokens compared
+  // (token_store.h), and isa has no use.
   BlockChain(std::int64_t block_size, const Digest& root, const Digest& span_root, bool anchored,
-             Sha256Isa isa = Sha256Isa::kAuto);
+             Sha256Isa isa = Sha256Isa::kAuto, std::shared_ptr<TokenStore> store = nullptr);
 
   // The number of keys that extend() would give for num_tokens more tokens.
   std::int64_t num_new_blocks(std::int64_t num_tokens) const;
@@ -61,10 +96,11 @@ class BlockChain {
   // Adds tokens and writes the keys of the blocks they fill.
   //   token_ids  [num_tokens] int32 or int64 on the CPU, any stride; not written
   //   spans      sorted, disjoint, aligned to blocks, within the tokens added by this call
+  //   extra      sorted, disjoint, within the tokens added by this call, aligned to nothing
   //   keys       [num_new_blocks(num_tokens) * 32] bytes; written
   // On an error nothing is changed. Calls on one chain from several threads are serialised.
   void extend(const TensorView& token_ids, std::span<const SpanRange> spans,
-              std::span<std::uint8_t> keys);
+              std::span<const ExtraRange> extra, std::span<std::uint8_t> keys);
 
   std::int64_t block_size() const { return block_size_; }
   std::int64_t num_tokens() const;
@@ -72,26 +108,51 @@ class BlockChain {
   Digest digest() const;
 
  private:
-  void validate(const TensorView& token_ids, std::span<const SpanRange> spans) const;
-  template <typename Token>
-  void append(const TensorView& token_ids, std::span<const SpanRange> spans, std::uint8_t* keys);
-  template <typename Token>
-  std::uint8_t* hash_blocks(const Token* tokens, std::int64_t stride, std::int64_t num_tokens,
-                            Digest& parent, std::uint8_t* keys);
-  Digest hash_pair(const char* tag, const Digest& first, const Digest& second) const;
+  friend void extend_chains(const ExtendArgs& args, std::span<std::uint8_t> keys);
+  // What extending changes.
+  struct State {
+    Digest outer{};
+    std::optional<Digest> span_parent;  // of every span's first block, known from the first span on
+    std::int64_t num_tokens = 0;
+    std::vector<std::uint32_t> pending;     // tokens of the unfinished last block
+    std::vector<ExtraRange> pending_extra;  // those that overlap it
+  };
+
+  static void extend_locked(const ExtendArgs& args, std::span<std::uint8_t> keys);
+  void validate(const ExtendArgs& args, std::size_t prompt) const;
 
   const std::int64_t block_size_;
   const Sha256Code code_;
   const Digest span_root_;
   const bool anchored_;
+  const std::shared_ptr<TokenStore> store_;
+  const std::uint64_t store_generation_;
 
   mutable std::mutex mutex_;
-  Digest outer_;
-  Digest anchor_{};
-  bool has_anchor_ = false;
-  std::int64_t num_tokens_ = 0;
-  // The preimage of the block in hand, tag and SHA-256 padding already in place.
-  std::vector<std::uint8_t> preimage_;
+  State state_;
 };
+
+// Tokens for many chains: prompt p adds token_ids[cu_seqlens[p] : cu_seqlens[p + 1]] to chains[p].
+struct ExtendArgs {
+  std::span<BlockChain* const> chains;       // [num_prompts], distinct; one block size, one store
+  TensorView token_ids;                      // [num_tokens] int32 or int64 on the CPU, any stride
+  std::span<const std::int64_t> cu_seqlens;  // [num_prompts + 1], from 0 to num_tokens
+
+  // Prompt p has spans[cu_spans[p] : cu_spans[p + 1]] and likewise extra; rules as for extend().
+  // Positions count from the start of each chain. Where there are none, both may be empty.
+  std::span<const SpanRange> spans = {};        // [num_spans]
+  std::span<const std::int64_t> cu_spans = {};  // [num_prompts + 1], from 0 to num_spans
+  std::span<const ExtraRange> extra = {};       // [num_extra]
+  std::span<const std::int64_t> cu_extra = {};  // [num_prompts + 1], from 0 to num_extra
+
+  int num_threads = 0;  // over prompts; 0 chooses by the number of tokens
+};
+
+// Where the keys of each prompt start, in blocks: [num_prompts + 1], the last is the total.
+std::vector<std::int64_t> key_offsets(const ExtendArgs& args);
+
+// extend() for many chains at once, by several threads: the same keys, one prompt's after the
+// other's. keys: [key_offsets(args).back() * 32] bytes; written. On an error nothing is changed.
+void extend_chains(const ExtendArgs& args, std::span<std::uint8_t> keys);
 
 }  // namespace kvspan

@@ -11,16 +11,28 @@ Names of shapes: ``num_blocks`` blocks of a paged KV pool, ``block_size`` tokens
 from __future__ import annotations
 
 from kvspan import _core
-from kvspan.ops.hash import BlockChain, digest_fields, sha256_isas
+from kvspan.ops.hash import (
+    BlockChain,
+    ExtraRange,
+    TokenStore,
+    built_with_xxhash,
+    digest_fields,
+    extend_chains,
+    sha256_isas,
+)
 from kvspan.ops.moves import MovePlan, plan_moves
 from kvspan.ops.rerope import copy_blocks, rerope, rerope_layers, vector_isas
 
 __all__ = [
     "BlockChain",
+    "ExtraRange",
     "MovePlan",
+    "TokenStore",
+    "built_with_xxhash",
     "copy_blocks",
     "cuda_status",
     "digest_fields",
+    "extend_chains",
     "plan_moves",
     "rerope",
     "rerope_layers",

@@ -1,0 +1,10 @@
+// The parts of kvspan._core that have a file of their own.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace kvspan::bindings {
+
+void bind_block_hash(pybind11::module_& m);
+
+}  // namespace kvspan::bindings
