@@ -283,7 +283,7 @@ def test_closed_engine() -> None:
 @pytest.mark.parametrize(
     "rope,reason",
     [
-        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "dynamic RoPE"),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "dynamic NTK RoPE"),
         (
             {
                 "rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0,

@@ -45,11 +45,18 @@ def configs() -> dict[str, Any]:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     return {
         "llama": LlamaConfig(**_SIZES),
         "llama3-rope": LlamaConfig(**_SIZES, rope_parameters=llama3),
         "linear-rope": LlamaConfig(**_SIZES, rope_parameters=linear),
+        "yarn-rope": LlamaConfig(**_SIZES, rope_parameters=yarn),
         "qwen3": Qwen3Config(**_SIZES),
         "granite": GraniteConfig(**_SIZES, attention_multiplier=0.3, embedding_multiplier=3.0),
         "gemma3": Gemma3TextConfig(

@@ -8,6 +8,7 @@ layer that no candidate explains is refused: nothing is guessed from the archite
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,8 @@ from transformers import PreTrainedModel
 
 from kvspan.engine.attention import attending
 from kvspan.reference import rotate
+from kvspan.rope_scaling import refusal
 
-ROPE_TYPES = ("default", "linear", "llama3")
 PROBE_POSITIONS = (0, 3, 61)  # far enough apart to tell frequencies, small enough for fp32
 PROBE_TOKENS = 4  # more than one, since a padding token's keys may be all zero
 
@@ -124,11 +125,11 @@ def _run_probe(model: PreTrainedModel, num_layers: int) -> _Probe:
 
 
 def _refused_rope(config: object) -> str:
-    for rope in _rope_parameters(config):
-        kind = rope.get("rope_type", "default")
-        if kind not in ROPE_TYPES:
-            return f"{kind} RoPE; expected one of {', '.join(ROPE_TYPES)}"
-    return ""
+    if getattr(config, "alibi", False):
+        return refusal({"rope_type": "alibi"})
+    seq_lens = (1, getattr(config, "max_position_embeddings", None) or sys.maxsize)
+    reasons = (refusal(rope, seq_lens) for rope in _rope_parameters(config))
+    return next(filter(None, reasons), "")
 
 
 def _rope_parameters(config: object) -> list[dict[str, object]]:
