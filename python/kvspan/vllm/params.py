@@ -1,0 +1,79 @@
+"""How a request tells vLLM's scheduler about its spans, and how it is told what became of them.
+
+``kv_transfer_params={"kvspan": {"spans": [[start, end], ...], "scope": "anchored",
+"timeout_s": 30}}`` on a completion request, or in ``SamplingParams.extra_args`` offline. Positions
+are tokens of the prompt, on block boundaries. The response's ``kv_transfer_params`` has
+``{"kvspan": {...}}`` with the counts of `SpanAudit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvspan.errors import UsageError
+from kvspan.layout import SpanLayout, layout_from_tokens
+
+KEY = "kvspan"
+DEFAULT_TIMEOUT_S = 30.0
+_FIELDS = ("spans", "scope", "timeout_s")
+
+
+@dataclass(frozen=True)
+class SpanParams:
+    """timeout_s: how long a request waits for its spans before it runs without reuse."""
+
+    layout: SpanLayout
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+
+@dataclass
+class SpanAudit:
+    """What became of a request's spans, in tokens. fallback: why spans were not used, or ""."""
+
+    span_tokens: int = 0
+    moved_tokens: int = 0
+    fallback: str = ""
+
+
+def to_params(layout: SpanLayout, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+    """The ``kv_transfer_params`` of a laid-out prompt; {} for an ordinary one."""
+    if not layout.spans:
+        return {}
+    spans = [list(span) for span in layout.spans]
+    return {KEY: {"spans": spans, "scope": layout.scope, "timeout_s": timeout_s}}
+
+
+def from_params(
+    params: Mapping[str, Any] | None, token_ids: Sequence[int], block_size: int
+) -> SpanParams | None:
+    """The spans a request declares, or None. Raises UsageError where they make no sense."""
+    value = (params or {}).get(KEY)
+    if value is None:
+        return None
+    where = f"kv_transfer_params.{KEY}"
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{where}: expected an object, got {type(value).__name__}")
+    if unknown := sorted(set(value) - set(_FIELDS)):
+        raise UsageError(
+            f"{where}: expected only {', '.join(_FIELDS)}; got {', '.join(map(str, unknown))}"
+        )
+    spans = value.get("spans", [])
+    if not isinstance(spans, Sequence) or not all(_is_pair(span) for span in spans):
+        raise UsageError(f"{where}.spans: expected a list of [start, end], got {spans!r}")
+    timeout = value.get("timeout_s", DEFAULT_TIMEOUT_S)
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
+        raise UsageError(f"{where}.timeout_s: expected seconds, 0 or more; got {timeout!r}")
+    if not spans:
+        return None
+    layout = layout_from_tokens(token_ids, spans, block_size, value.get("scope", "anchored"))
+    return SpanParams(layout, float(timeout))
+
+
+def _is_pair(span: object) -> bool:
+    return (
+        isinstance(span, Sequence)
+        and len(span) == 2
+        and all(isinstance(n, int) and not isinstance(n, bool) for n in span)
+    )

@@ -1,0 +1,77 @@
+"""What of vLLM's configurations spans work with; everything else is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvspan.errors import UsageError
+from kvspan.rope_scaling import inverse_frequencies
+from kvspan.vllm import TESTED_VERSIONS
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Why spans are off for this configuration; "" when they are on."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    model, cache, parallel = (
+        vllm_config.model_config,
+        vllm_config.cache_config,
+        vllm_config.parallel_config,
+    )
+    groups = kv_cache_config.kv_cache_groups
+    if not cache.enable_prefix_caching:
+        return "prefix caching is off, and its pool is where spans are kept"
+    if len(groups) != 1:
+        return f"the model has {len(groups)} kinds of KV cache (sliding windows or recurrent state)"
+    spec = groups[0].kv_cache_spec
+    if type(spec) is not FullAttentionSpec:
+        return f"its KV cache is {type(spec).__name__}"
+    if spec.sliding_window or getattr(spec, "attention_chunk_size", None):
+        return "windowed or chunked attention"
+    if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"a KV cache of {spec.dtype}"
+    if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
+        return f"kv_cache_dtype {cache.cache_dtype}"
+    if spec.block_size != cache.block_size:
+        return f"blocks of {spec.block_size} tokens under hashes of {cache.block_size}"
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallelism"
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        return "context parallelism"
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding"
+    try:
+        rotary(model.hf_text_config, model.get_head_size())
+    except ValueError as e:
+        return str(e)
+    return ""
+
+
+def rotary(config: Any, head_size: int) -> tuple[torch.Tensor, bool]:
+    """(inv_freq float32 [rotary_dim / 2], is_neox) of a model; ValueError where keys can't move."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
+        raise UsageError("no single set of rotary frequencies (rope_parameters with rope_theta)")
+    if config.model_type not in NEOX_MODELS:
+        raise UsageError(
+            f"model type {config.model_type}; expected one of {', '.join(NEOX_MODELS)}"
+        )
+    return inverse_frequencies(parameters, head_size), True
+
+
+# Model types whose keys rotate in NeoX pairs in vLLM, in every layer, with these frequencies.
+NEOX_MODELS = ("llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "olmo2")
+
+
+def version_note(version: str) -> str:
+    """A warning for a vLLM that was not tested, or ""."""
+    if version.split("+")[0] in TESTED_VERSIONS:
+        return ""
+    return f"vLLM {version} is not among the tested versions ({', '.join(TESTED_VERSIONS)})"

@@ -1,0 +1,30 @@
+"""Real vLLM on CPU with tiny models of random weights. Runs in an environment with vLLM."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+sys.path.insert(0, str(Path(__file__).parent.parent / "python"))
+
+import pytest
+from served import BLOCK, Served, save_tiny
+
+
+@pytest.fixture(scope="session", params=["llama", "qwen3"])
+def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="session")
+def served(model_folder: Path) -> Iterator[Served]:
+    served = Served(model_folder, num_blocks=400, max_num_batched_tokens=2048)
+    assert served.block_size == BLOCK
+    yield served
+    served.close()

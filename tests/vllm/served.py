@@ -1,0 +1,116 @@
+"""A tiny model under vLLM with kvspan's connector, and the same model under transformers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from vllm import LLM, RequestOutput, SamplingParams
+
+from kvspan.layout import SpanLayout
+from kvspan.vllm.params import KEY, to_params
+from kvspan.vllm.prepare import prepare_stages
+from span_oracle import span_logprobs
+
+BLOCK = 32
+VOCAB = 512
+CONNECTOR = {
+    "kv_connector": "KvspanConnector",
+    "kv_connector_module_path": "kvspan.vllm.connector",
+    "kv_role": "kv_both",
+}
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.25,  # large: attention must matter, or errors in it stay hidden
+}
+
+
+def save_tiny(name: str, folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[name](**_SIZES)
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    return folder
+
+
+class Served:
+    """Options are vLLM's; connector=None serves without kvspan."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_blocks: int,
+        connector: dict[str, Any] | None = CONNECTOR,
+        **options: Any,
+    ) -> None:
+        if connector:
+            options["kv_transfer_config"] = connector
+        settings: dict[str, Any] = {
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "max_model_len": 4096,
+            "block_size": BLOCK,
+            "max_num_seqs": 16,
+            "max_logprobs": VOCAB,
+            "disable_log_stats": True,
+            "num_gpu_blocks_override": num_blocks,
+        }
+        self.llm = LLM(str(folder), **{**settings, **options})
+        self.reference = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.block_size = self.llm.llm_engine.vllm_config.cache_config.block_size
+
+    def ask(
+        self, layouts: Sequence[SpanLayout], *, prepare: bool = True, timeout_s: float = 30.0
+    ) -> list[RequestOutput]:
+        """One token of each layout, with all log-probabilities; their preparations before."""
+        stages = [prepare_stages(layout) if prepare else [] for layout in layouts]
+        for i in range(max(map(len, stages), default=0)):
+            self._generate([part for s in stages if i < len(s) for part in s[i]], 0, timeout_s)
+        return self._generate(layouts, VOCAB, timeout_s)
+
+    def _generate(
+        self, layouts: Sequence[SpanLayout], logprobs: int, timeout_s: float
+    ) -> list[RequestOutput]:
+        prompts = [{"prompt_token_ids": layout.token_ids.tolist()} for layout in layouts]
+        params = [
+            SamplingParams(
+                max_tokens=1,
+                temperature=0,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=logprobs or None,
+                extra_args={"kv_transfer_params": to_params(layout, timeout_s) or None},
+            )
+            for layout in layouts
+        ]
+        return self.llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+
+    def error(self, layout: SpanLayout, output: RequestOutput) -> float:
+        """Largest log-probability difference to transformers, over the whole vocabulary."""
+        given = output.outputs[0].logprobs
+        assert given is not None
+        got = torch.tensor([given[0][token].logprob for token in range(VOCAB)])
+        expected = span_logprobs(self.reference, layout, "sequential")
+        return float((got - expected).abs().max())
+
+    @staticmethod
+    def audit(output: RequestOutput) -> dict[str, Any]:
+        return dict((output.kv_transfer_params or {}).get(KEY, {}))
+
+    def close(self) -> None:
+        del self.llm
+        gc.collect()

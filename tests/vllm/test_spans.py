@@ -1,0 +1,126 @@
+"""Span requests under real vLLM against transformers with an explicit mask."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from served import BLOCK, VOCAB, Served
+
+from kvspan.layout import SpanLayout, layout_from_tokens
+
+TOLERANCE = 1e-3  # max abs log-probability, float32
+
+
+def make(
+    order: list[int], scope: str = "anchored", *, anchor: int = 2, tail: int = 41,
+    question: int = 0, between: int | None = None, seed: int = 7,
+) -> SpanLayout:  # fmt: skip
+    """An anchor of so many blocks, spans in order (text before span number between), a tail."""
+    rng = np.random.default_rng(seed)
+    docs = [rng.integers(3, VOCAB, n * BLOCK) for n in (1, 3, 2, 4, 1, 2)]
+    parts, spans, at = [rng.integers(3, VOCAB, anchor * BLOCK)], [], anchor * BLOCK
+    text = rng.integers(3, VOCAB, BLOCK)
+    for i, doc in enumerate(order):
+        if i == between:
+            parts.append(text)
+            at += len(text)
+        parts.append(docs[doc])
+        spans.append((at, at + len(docs[doc])))
+        at += len(docs[doc])
+    parts.append(np.random.default_rng(1000 + question).integers(3, VOCAB, tail))
+    return layout_from_tokens(np.concatenate(parts), spans, BLOCK, scope)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scope", ["anchored", "isolated"])
+def test_miss_hit_and_reorder(served: Served, scope: str) -> None:
+    for label, layout in [
+        ("miss", make([0, 1, 2], scope)),
+        ("hit", make([0, 1, 2], scope)),
+        ("other question", make([0, 1, 2], scope, question=1)),
+        ("reordered", make([2, 0, 1], scope)),
+        ("one new", make([1, 3, 0], scope)),
+        ("repeated", make([1, 0, 1], scope)),
+        ("one token after", make([2, 1], scope, tail=1)),
+        ("tail of one block", make([1, 2], scope, tail=BLOCK)),
+        ("text between", make([3, 1, 0, 2], scope, between=2)),
+        ("single span", make([4], scope)),
+    ]:
+        (output,) = served.ask([layout])
+        assert served.error(layout, output) <= TOLERANCE, label
+        audit = served.audit(output)
+        assert audit["fallback"] == "", label
+        text = sum(hi - lo for kind, lo, hi in layout.segments() if kind == "text")
+        cached = output.num_cached_tokens or 0
+        if label == "single span" and scope == "anchored":
+            continue  # computed in its place: the span is at its canonical position
+        assert cached >= layout.num_tokens - text - BLOCK, label
+        if label in ("reordered", "one new"):
+            assert audit["moved_tokens"] > 0
+
+
+def test_ordinary_twin_never_reads_span_kv(served: Served) -> None:
+    layout = make([3, 2, 1], seed=11)
+    ordinary = layout_from_tokens(layout.token_ids, (), BLOCK)
+    other = layout_from_tokens(layout.token_ids, [(2 * BLOCK, 8 * BLOCK)], BLOCK)
+    for twin in (layout, ordinary, other, layout, ordinary):
+        (output,) = served.ask([twin])
+        assert served.error(twin, output) <= TOLERANCE
+    assert (output.num_cached_tokens or 0) % BLOCK == 0
+
+
+def test_batch_of_all_kinds(served: Served) -> None:
+    layouts = [
+        make([0, 1], seed=21),
+        make([1, 0, 3], seed=21, question=2),
+        layout_from_tokens(make([2, 3], seed=21).token_ids, (), BLOCK),
+        make([1, 0, 3], "isolated", seed=21),
+        make([5, 4, 3, 2, 1, 0], seed=21, between=3),
+        make([0, 1], seed=22, anchor=1),
+    ]
+    for layout, output in zip(layouts, served.ask(layouts), strict=True):
+        assert served.error(layout, output) <= TOLERANCE
+
+
+def test_without_preparation_it_falls_back_and_says_so(served: Served) -> None:
+    layout = make([1, 2], seed=31)
+    (output,) = served.ask([layout], prepare=False, timeout_s=0.2)
+    assert served.audit(output)["fallback"] == "its spans were not prepared in time"
+    ordinary = layout_from_tokens(layout.token_ids, (), BLOCK)
+    assert served.error(ordinary, output) <= TOLERANCE
+    (output,) = served.ask([layout])  # nothing that was computed meanwhile counts as a span
+    assert served.error(layout, output) <= TOLERANCE
+
+
+def test_main_request_waits_for_preparations_beside_it(served: Served) -> None:
+    from kvspan.vllm.prepare import prepare_stages
+
+    layout = make([2, 1, 3], seed=41)
+    (stage,) = prepare_stages(layout)
+    outputs = served.ask([layout, *stage], prepare=False)
+    assert served.audit(outputs[0])["fallback"] == ""
+    assert served.error(layout, outputs[0]) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        3,
+        {"spans": [[0, 5]]},
+        {"spans": "all"},
+        {"span": []},
+        {"spans": [[64, 96]], "scope": "wide"},
+        {"spans": [[64, 96]], "timeout_s": -1},
+    ],
+    ids=str,
+)
+def test_bad_declarations_run_as_ordinary_requests(served: Served, value: object) -> None:
+    from vllm import SamplingParams
+
+    ids = make([1]).token_ids
+    params = SamplingParams(
+        max_tokens=1, temperature=0, logprobs=VOCAB, detokenize=False,
+        extra_args={"kv_transfer_params": {"kvspan": value}},
+    )  # fmt: skip
+    (output,) = served.llm.generate([{"prompt_token_ids": ids.tolist()}], [params], use_tqdm=False)
+    assert "kv_transfer_params.kvspan" in served.audit(output)["fallback"] or "spans" in str(value)
+    assert served.error(layout_from_tokens(ids, (), BLOCK), output) <= TOLERANCE
