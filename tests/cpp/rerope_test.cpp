@@ -6,7 +6,8 @@
 #include <cmath>
 #include <cstring>
 #include <string>
-#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "rerope_fixture.h"
 #include "test_tensor.h"
@@ -85,32 +86,58 @@ TEST_P(ConversionTest, EveryFloat16RoundTrips) {
   }
 }
 
-// A frequency whose cosine, as a float, ends in the given bits: a tie when rounded to a 16-bit
-// type.
-float frequency_with_cosine_bits(std::uint32_t mask, std::uint32_t wanted) {
-  for (float frequency = 0.5f; frequency < 1.5f; frequency = std::nextafter(frequency, 2.0f)) {
-    const auto cosine = static_cast<float>(std::cos(static_cast<double>(frequency)));
-    std::uint32_t bits;
-    std::memcpy(&bits, &cosine, 4);
-    if ((bits & mask) == wanted) return frequency;
+TEST_P(ConversionTest, EveryFloat8RoundTrips) {
+  const std::vector<float> inv_freq(64, 0.0f);
+  for (const DType dtype : {kFloat8E4M3FN, kFloat8E5M2}) {
+    std::vector<std::uint8_t> in(512), out(512);
+    for (std::uint32_t i = 0; i < 256; ++i)
+      in[i / 64 * 128 + i % 64] = static_cast<std::uint8_t>(i);
+    rotate_one_block(test::make_view(in.data(), dtype, {1, 1, 4, 128}),
+                     test::make_view(out.data(), dtype, {1, 1, 4, 128}), inv_freq);
+    for (std::uint32_t i = 0; i < 256; ++i) {
+      const std::uint32_t magnitude = i & 0x7f;
+      const std::uint32_t infinity = dtype == kFloat8E5M2 ? 0x7c : 0x7f;
+      const std::uint32_t largest = (i & 0x80) | 0x7b;  // what an infinity becomes
+      const std::uint32_t nan = 0x7f;
+      const bool is_infinity = dtype == kFloat8E5M2 && magnitude == infinity;
+      const bool is_nan = !is_infinity && magnitude >= infinity;
+      ASSERT_EQ(out[i / 64 * 128 + i % 64], is_nan        ? nan
+                                            : is_infinity ? largest
+                                                          : i)
+          << to_string(dtype) << ", bits " << i;
+    }
   }
-  ADD_FAILURE() << "no such cosine";
-  return 0.0f;
+}
+
+// A frequency whose cosine, as a float, is the given number. Between 0.54 and 1 cosines of
+// neighbouring floats lie closer together than floats do.
+float frequency_of_cosine(double cosine) {
+  const auto frequency = static_cast<float>(std::acos(cosine));
+  EXPECT_EQ(static_cast<float>(std::cos(static_cast<double>(frequency))), cosine);
+  return frequency;
 }
 
 TEST_P(ConversionTest, TiesRoundToEven) {
-  // The lowest kept bit and the dropped ones: even and odd, exactly half way.
-  for (const auto& [dtype, dropped_bits, one] :
-       {std::tuple{kBFloat16, 16, 0x3f80}, std::tuple{kFloat16, 13, 0x3c00}}) {
-    const std::uint32_t mask = (2u << dropped_bits) - 1;
-    for (const std::uint32_t lowest_kept : {0u, 1u}) {
-      const std::uint32_t wanted = lowest_kept << dropped_bits | 1u << (dropped_bits - 1);
-      const std::vector<float> inv_freq{frequency_with_cosine_bits(mask, wanted)};
-      std::vector<std::uint16_t> in{static_cast<std::uint16_t>(one), 0}, out(2);
+  struct Type {
+    DType dtype;
+    int mantissa_bits;
+    std::uint16_t one, three_quarters;
+  };
+  for (const Type& type : {Type{kBFloat16, 7, 0x3f80, 0x3f40}, Type{kFloat16, 10, 0x3c00, 0x3a00},
+                           Type{kFloat8E4M3FN, 3, 0x38, 0x34}, Type{kFloat8E5M2, 2, 0x3c, 0x3a}}) {
+    const double ulp = std::ldexp(1.0, -1 - type.mantissa_bits);  // from 0.5 to 1
+    // Half way above 3/4, whose last bit is 0, and half way above its successor.
+    for (const auto& [above, expected] : {std::pair{0.5, 0}, std::pair{1.5, 2}}) {
+      const std::vector<float> inv_freq{frequency_of_cosine(0.75 + above * ulp)};
+      const std::int64_t size = type.dtype.size_bytes();
+      std::vector<std::uint8_t> in(2 * size), out(2 * size);
+      std::memcpy(in.data(), &type.one, size);
       // 1 * cosine, 1 * sine
-      rotate_one_block(test::make_view(in.data(), dtype, {1, 1, 1, 2}),
-                       test::make_view(out.data(), dtype, {1, 1, 1, 2}), inv_freq);
-      EXPECT_EQ(out[0] & 1, 0) << to_string(dtype) << ", lowest kept bit " << lowest_kept;
+      rotate_one_block(test::make_view(in.data(), type.dtype, {1, 1, 1, 2}),
+                       test::make_view(out.data(), type.dtype, {1, 1, 1, 2}), inv_freq);
+      std::uint16_t bits = 0;
+      std::memcpy(&bits, out.data(), size);
+      EXPECT_EQ(bits, type.three_quarters + expected) << to_string(type.dtype);
     }
   }
 }
