@@ -93,7 +93,8 @@ std::vector<ExtraRange> to_extra(py::handle triples) {
   bool well_formed = false;
   try {
     well_formed = for_each_row(triples, 3, [&](Py_ssize_t i, PyObject** row) {
-      const auto digest = py::handle(row[2]).cast<py::bytes>();
+      if (!PyBytes_Check(row[2])) throw py::cast_error();
+      const auto digest = py::reinterpret_borrow<py::bytes>(row[2]);
       extra.push_back(
           {to_int64(row[0]), to_int64(row[1]), to_digest(digest, concat("extra[", i, "].digest"))});
     });

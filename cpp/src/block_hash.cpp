@@ -14,15 +14,20 @@ namespace {
 constexpr std::int64_t kMaxBlockSize = std::int64_t{1} << 20;
 constexpr std::int64_t kMaxTokenId = std::numeric_limits<std::uint32_t>::max();
 
-// A token takes about as long to hash as 64 bytes to copy, which choose_num_threads() counts in.
-constexpr std::int64_t kCopyBytesPerToken = 64;
+// choose_num_threads() counts in bytes copied. This makes it one thread for 32K tokens, some 0.15
+// ms of work: a thread that the machine is slow to wake costs more than it saves on less.
+constexpr std::int64_t kCopyBytesPerToken = 16;
 
 template <typename Token>
 void check_token_ids(const Token* tokens, std::int64_t stride, std::int64_t num_tokens) {
-  // All bits that may not be set in any id; without branches, so that it is cheap beside hashing.
-  std::int64_t bits = 0;
-  for (std::int64_t i = 0; i < num_tokens; ++i) bits |= tokens[i * stride];
-  if ((bits & ~kMaxTokenId) == 0) return;
+  // The bits of all ids; without branches, so that it is cheap beside hashing.
+  Token bits = 0;
+  if (stride == 1) {
+    for (std::int64_t i = 0; i < num_tokens; ++i) bits |= tokens[i];
+  } else {
+    for (std::int64_t i = 0; i < num_tokens; ++i) bits |= tokens[i * stride];
+  }
+  if ((static_cast<std::int64_t>(bits) & ~kMaxTokenId) == 0) return;
   for (std::int64_t i = 0; i < num_tokens; ++i) {
     const std::int64_t id = tokens[i * stride];
     KVSPAN_CHECK_ARG(id >= 0 && id <= kMaxTokenId, "token_ids[", i, "]: expected an id in [0, ",

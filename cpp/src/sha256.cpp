@@ -125,12 +125,15 @@ void sha256_write_padding(std::uint8_t* buffer, std::size_t size) {
 
 namespace {
 
+static_assert(std::endian::native == std::endian::little, "digests are written in big endian");
+
+// Whole words, because the next block of a chain loads the digest at once: the processor cannot
+// forward single bytes to such a load.
 Digest to_digest(const std::array<std::uint32_t, 8>& state) {
   Digest digest;
   for (int i = 0; i < 8; ++i) {
-    for (int j = 0; j < 4; ++j) {
-      digest[4 * i + j] = static_cast<std::uint8_t>(state[i] >> (24 - 8 * j));
-    }
+    const std::uint32_t word = __builtin_bswap32(state[i]);
+    std::memcpy(digest.data() + 4 * i, &word, sizeof(word));
   }
   return digest;
 }
