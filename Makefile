@@ -15,21 +15,25 @@ CPP_BUILD := build/cpp-tests
 CMAKE_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-CPP_FILES := $(shell find cpp cuda bindings tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+CPP_FILES := $(shell find cpp cuda bindings tests/cpp bench/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 NATIVE := CMakeLists.txt $(wildcard cmake/*) $(shell find cpp cuda bindings -type f)
 
-.PHONY: help demo test test-cpp test-python lint format clean system-demo system-test system-lint
+.PHONY: help demo test test-cpp test-python bench lint format clean \
+  system-demo system-test system-bench system-lint
 
 help:
 	@echo "make demo    see a real model answer over passages, without and with reuse"
 	@echo "make test    C++ and Python tests"
+	@echo "make bench   C++ microbenchmarks, then the peer comparisons"
 	@echo "make lint    formatting, linters and types"
 	@echo "make format  put the sources into the project's format"
 	@echo "make clean   remove build folders and .venv"
 	@echo "Options: PYTHON=python3.12  DEMO_ARGS='--questions 4'  PYTEST_ARGS='-k demo'  JOBS=4"
+	@echo "         BENCH_ARGS='hash --json hash.json'"
 
 demo: system-demo $(VENV)/.demo
 	@$(BIN)/kvspan demo $(DEMO_ARGS)
@@ -43,6 +47,13 @@ test-cpp: system-test $(VENV)/.cmake
 
 test-python: system-test $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: system-bench $(VENV)/.demo
+	cmake -S . -B build/bench -DKVSPAN_BUILD_BENCH=ON -DKVSPAN_BUILD_PYTHON=OFF $(CMAKE_ARGS)
+	cmake --build build/bench --parallel $(JOBS)
+	for bench in build/bench/bench/cpp/kvspan_bench_*; do \
+	  if [ -x "$$bench" ]; then "$$bench" --benchmark_out="$$bench.json"; fi; done
+	$(BIN)/python bench/core_peers.py $(BENCH_ARGS)
 
 lint: system-lint $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -58,7 +69,7 @@ format: system-lint $(VENV)/.lint
 clean:
 	rm -rf build build-* dist .venv .pytest_cache .mypy_cache .ruff_cache
 
-system-demo system-test system-lint: system-%:
+system-demo system-test system-bench system-lint: system-%:
 	@PYTHON='$(PYTHON)' scripts/system_packages.sh --check $*
 
 $(VENV)/.venv:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Prints the Debian packages that are missing for a purpose, one line of names; empty when none is.
 #
-#   scripts/system_packages.sh demo|test|lint           prints the names
-#   scripts/system_packages.sh --check demo|test|lint   explains on stderr and fails if any is missing
+#   scripts/system_packages.sh demo|test|bench|lint           prints the names
+#   scripts/system_packages.sh --check demo|test|bench|lint   explains on stderr and fails if any is missing
 #
 # PYTHON names the interpreter (default python3). CMake is not in the list: an old or missing one is
 # replaced by PyPI's.
@@ -13,7 +13,7 @@ if [ "${1:-}" = --check ]; then
   check=1
   shift
 fi
-purpose=${1:?expected demo, test or lint}
+purpose=${1:?expected demo, test, bench or lint}
 python=${PYTHON:-python3}
 missing=()
 reasons=()
@@ -49,6 +49,12 @@ fi
 if [ "$purpose" = test ] &&
   ! echo '#include <gtest/gtest.h>' | "${CXX:-g++}" -x c++ -E - >/dev/null 2>&1; then
   need libgtest-dev "GoogleTest, for the C++ tests"
+fi
+if [ "$purpose" = bench ]; then
+  echo '#include <benchmark/benchmark.h>' | "${CXX:-g++}" -x c++ -E - >/dev/null 2>&1 ||
+    need libbenchmark-dev "Google Benchmark, for the C++ microbenchmarks"
+  echo '#include <xxhash.h>' | "${CXX:-g++}" -x c++ -E - >/dev/null 2>&1 ||
+    need libxxhash-dev "xxHash, for the optional xxh3-128 keys"
 fi
 
 if [ "$check" = 0 ]; then

@@ -1,0 +1,1 @@
+"""Peer comparisons, one module a section; each has ``run(bench: Bench) -> None``."""

