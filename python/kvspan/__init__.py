@@ -23,13 +23,22 @@ if TYPE_CHECKING:
     from kvspan.executor import arun as arun
     from kvspan.executor import run as run
     from kvspan.query.builders import assistant as assistant
+    from kvspan.query.builders import augment as augment
     from kvspan.query.builders import cross as cross
     from kvspan.query.builders import g as g
+    from kvspan.query.builders import map_ as map_
+    from kvspan.query.builders import monad as monad
+    from kvspan.query.builders import options as options
     from kvspan.query.builders import par as par
     from kvspan.query.builders import plus as plus
+    from kvspan.query.builders import print_ as print_
+    from kvspan.query.builders import reduce as reduce
+    from kvspan.query.builders import repeat as repeat
+    from kvspan.query.builders import retrieve as retrieve
     from kvspan.query.builders import seq as seq
     from kvspan.query.builders import system as system
     from kvspan.query.builders import user as user
+    from kvspan.query.builders import zip_ as zip_
     from kvspan.query.read import load as load
     from kvspan.query.read import loads as loads
 
@@ -39,6 +48,8 @@ _LAZY = {
     **dict.fromkeys(
         ("user", "system", "assistant", "seq", "par", "cross", "plus", "g"), "query.builders"
     ),
+    **dict.fromkeys(("repeat", "map_", "zip_", "monad", "print_", "augment"), "query.builders"),
+    **dict.fromkeys(("reduce", "options", "retrieve"), "query.builders"),
     **dict.fromkeys(("load", "loads"), "query.read"),
     **dict.fromkeys(("run", "arun"), "executor"),
     **dict.fromkeys(("KvspanError", "UsageError"), "errors"),

@@ -5,7 +5,8 @@
     result.result       # the query with every generate replaced by what it said: a query again
 
 Calls that do not depend on each other run side by side, up to a limit. The first failure, or
-Ctrl-C, cancels everything that is still running.
+Ctrl-C, cancels everything that is still running; with ``keep_going`` a failure costs only what was
+to read the missing answer.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ import hashlib
 import heapq
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvspan.engine import PLACEMENTS, SCOPES, GenerateRequest, Placement, Scope, Usage
+from kvspan.audit import AuditLog
+from kvspan.engine import PLACEMENTS, SCOPES, GenerateRequest, Placement, Scope
 from kvspan.errors import KvspanError, UsageError, shorten_path
+from kvspan.query.context import NESTED, ORDERS, Nested, Order
 from kvspan.query.nodes import Node, check_max_tokens, check_temperature, describe
 from kvspan.query.optimizer import Fired, optimize
-from kvspan.query.plan import Call, Plan, make_plan, put_answers, to_prompt
-from kvspan.query.write import to_obj
+from kvspan.query.plan import Call, Plan, Say, make_plan, put_answers, to_prompt
+from kvspan.query.retrieval import Retriever
+from kvspan.results import CallResult as CallResult
+from kvspan.results import Failure as Failure
+from kvspan.results import RunResult as RunResult
 
 if TYPE_CHECKING:
-    from kvspan.engine import Engine, GenerateResult
+    from kvspan.engine import Engine
 
 DEFAULT_TEMPERATURE = 0.6  # spnl's, for generates that set none
 DEFAULT_CONCURRENCY = 16
@@ -35,81 +41,10 @@ DEFAULT_CONCURRENCY = 16
 Opener = Callable[[str], "Engine"]
 # Gets the JSON path of a generate and the next piece of its answer.
 OnText = Callable[[str, str], None]
-
-
-@dataclass(frozen=True)
-class CallResult:
-    """One generate call as it was made, and what came back."""
-
-    id: int
-    path: str
-    model: str
-    seed: int
-    temperature: float
-    max_tokens: int | None
-    result: GenerateResult
-
-    def to_obj(self) -> dict[str, Any]:
-        """As JSON values. Times are seconds, counts are tokens."""
-        return {
-            "id": self.id,
-            "path": self.path,
-            "model": self.model,
-            "seed": self.seed,
-            "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
-            "text": self.result.text,
-            "finish_reason": self.result.finish_reason,
-            "usage": asdict(self.result.usage),
-            "timings": asdict(self.result.timings),
-            "reuse": asdict(self.result.reuse),
-        }
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """The outcome of a query.
-
-    result: the query with an assistant node in the place of every outermost generate.
-    answers, answer_ids: the texts of those and the ids of their calls, in document order.
-    calls: every call that was made, inner ones included, in the order of the plan.
-    query, trace: the query after rewriting, and the rules that did it. seconds: wall time.
-    """
-
-    result: Node
-    answers: list[str]
-    answer_ids: list[int]
-    calls: list[CallResult]
-    query: Node
-    trace: tuple[Fired, ...]
-    seed: int
-    scope: Scope
-    placement: Placement
-    seconds: float
-
-    @property
-    def usage(self) -> Usage:
-        """Tokens of all calls together."""
-        total = Usage()
-        for call in self.calls:
-            total.prompt_tokens += call.result.usage.prompt_tokens
-            total.completion_tokens += call.result.usage.completion_tokens
-            total.cached_tokens += call.result.usage.cached_tokens
-        return total
-
-    def to_obj(self) -> dict[str, Any]:
-        """As JSON values; nested as deeply as the query is, so write it with ``dump_json``."""
-        return {
-            "answers": self.answers,
-            "answer_ids": self.answer_ids,
-            "result": to_obj(self.result),
-            "usage": asdict(self.usage),
-            "seconds": self.seconds,
-            "seed": self.seed,
-            "scope": self.scope,
-            "placement": self.placement,
-            "calls": [call.to_obj() for call in self.calls],
-        }
+# Gets the line of a print node.
+OnPrint = Callable[[str], None]
+# Gets the record of a request, as JSON values, when it is over.
+OnAudit = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -124,12 +59,21 @@ class Options:
     temperature: float | None = None
     max_tokens: int | None = None
     max_concurrency: int = DEFAULT_CONCURRENCY
+    order: Order = "canonical"
+    nested: Nested = "answer"
+    keep_going: bool = False
+    retriever: Retriever | None = None
+    on_print: OnPrint | None = None
+    on_audit: OnAudit | None = None
 
     def __post_init__(self) -> None:
-        for name, value, words in (
+        checks: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             ("scope", self.scope, SCOPES),
             ("placement", self.placement, PLACEMENTS),
-        ):
+            ("order", self.order, ORDERS),
+            ("nested", self.nested, NESTED),
+        )
+        for name, value, words in checks:
             if value not in words:
                 raise UsageError(f"unknown {name}", expected=" or ".join(words), found=repr(value))
         whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
@@ -176,6 +120,14 @@ def run(
     scope, placement, salt: see ``kvspan.engine.GenerateRequest``.
     temperature, max_tokens: for generates that set none (None: 0.6, and the engine's default).
     max_concurrency: calls that may run at the same time.
+    order: "pinned" keeps the spans of every plus in the order they are written in; "canonical"
+        sorts them by content, so that equal sets give equal prompts.
+    nested: "whole" lets outer generates read the inputs of inner ones beside their answers, so that
+        both are one reusable span; "answer", the answers alone.
+    keep_going: after a failure, run all that does not depend on it; see RunResult.failures.
+    retriever: finds the fragments of augment and retrieve nodes.
+    on_print: called with the line of every print node, on the event loop's thread.
+    on_audit: called with a record of every request when it is over; see ``kvspan.audit``.
 
     Raises UsageError for a bad query or option, KvspanError when a call fails; both name the path.
     """
@@ -220,14 +172,14 @@ def _default_opener(model: str) -> Engine:
     return open_engine(model)
 
 
-def plan_query(query: Node, model: str | None) -> tuple[Plan, tuple[Fired, ...]]:
+def plan_query(query: Node, model: str | None, **rewriting: Any) -> tuple[Plan, tuple[Fired, ...]]:
     """Rewrite and plan a query; all that can be wrong with it is found here.
 
-    model: for a query that asks nothing.
+    model: for a query that asks nothing. rewriting: see ``kvspan.query.optimizer.optimize``.
     """
     if not isinstance(query, Node):
         raise UsageError("not a query", expected="a query node", found=describe(query))
-    optimized = optimize(query, default_model=model)
+    optimized = optimize(query, default_model=model, **rewriting)
     return make_plan(optimized.query), optimized.trace
 
 
@@ -237,11 +189,20 @@ class _Job:
     def __init__(self, query: Node, options: Options, on_text: OnText | None) -> None:
         self.options = options
         self.on_text = on_text
-        self.plan, self.trace = plan_query(query, options.model)
+        self.plan, self.trace = plan_query(
+            query,
+            options.model,
+            retriever=options.retriever,
+            order=options.order,
+            nested=options.nested,
+            scope=options.scope,
+        )
         self.engines: dict[str, Engine] = {}
         self.only: Engine | None = None
         self.results: dict[int, CallResult] = {}
+        self.failures: dict[int, Failure] = {}
         self.interrupt: asyncio.Future[None] | None = None
+        self.audit = AuditLog(options.on_audit, self.trace, options.order, options.nested)
 
     def model_of(self, call: Call) -> str:
         return self.options.model or call.node.model
@@ -268,18 +229,20 @@ class _Job:
         self.only = engine
         started = time.perf_counter()
         await self._run_steps()
-        answers = [self.results[id].result.text for id in self.plan.answers]
+        ids = self.plan.answers
+        texts = [self.results[id].result.text if id in self.results else None for id in ids]
         return RunResult(
-            result=put_answers(self.plan.query, answers),
-            answers=answers,
-            answer_ids=list(self.plan.answers),
-            calls=[self.results[call.id] for call in self.plan.calls],
+            result=put_answers(self.plan.query, texts),
+            answers=[text for text in texts if text is not None],
+            answer_ids=[id for id in ids if id in self.results],
+            calls=[self.results[call.id] for call in self.plan.calls if call.id in self.results],
             query=self.plan.query,
             trace=self.trace,
             seed=self.options.seed,
             scope=self.options.scope,
             placement=self.options.placement,
             seconds=time.perf_counter() - started,
+            failures=[self.failures[id] for id in sorted(self.failures)],
         )
 
     async def _run_steps(self) -> None:
@@ -303,7 +266,11 @@ class _Job:
             while ready or running:
                 while ready and len(running) < self.options.max_concurrency:
                     step = steps[heapq.heappop(ready)]
-                    if isinstance(step, Call):
+                    if isinstance(step, Say):
+                        if self.options.on_print is not None:
+                            self.options.on_print(step.text)
+                        finish(step.id)
+                    elif isinstance(step, Call) and not self._hopeless(step):
                         running[asyncio.ensure_future(self._call(step))] = step.id
                     else:
                         finish(step.id)
@@ -316,7 +283,7 @@ class _Job:
                 for task, id in sorted(running.items(), key=lambda item: item[1]):
                     if task.done():
                         del running[task]
-                        task.result()
+                        self._settle(task, id)
                         finish(id)
         finally:
             for task in running:
@@ -324,11 +291,44 @@ class _Job:
             await asyncio.gather(*running, return_exceptions=True)
             self.interrupt.cancel()
 
+    def _settle(self, task: asyncio.Future[Any], id: int) -> None:
+        try:
+            task.result()
+        except KvspanError as error:
+            if not self.options.keep_going:
+                raise
+            call = self.plan.steps[id]
+            assert isinstance(call, Call)
+            self.failures[id] = Failure(id, call.path, str(error))
+
+    def _hopeless(self, call: Call) -> bool:
+        """Whether an answer that a call was to read has failed to come; it has then failed too."""
+        missing = next((self.failures[id] for id in call.inputs if id in self.failures), None)
+        if missing is None:
+            return False
+        cause = missing.cause or missing.path
+        place = shorten_path(call.path)
+        message = f"{place}: not run: it reads the answer of {shorten_path(cause)}, which failed"
+        self.failures[call.id] = Failure(call.id, call.path, message, cause)
+        return True
+
     async def _call(self, call: Call) -> None:
         request = self._request(call)
         engine = self.only or self.engines[request.model]
+        record = self.audit.begin(request, dropped=call.dropped)
         try:
-            result = await engine.generate(request, self._listener(call))
+            await self._generate(call, request, engine)
+        except BaseException as error:
+            self.audit.end(record, error=error)
+            raise
+        self.audit.end(record, result=self.results[call.id].result)
+
+    async def _generate(self, call: Call, request: GenerateRequest, engine: Engine) -> None:
+        try:
+            if call.dropped and request.max_tokens == 1:
+                result = await engine.prepare(request)
+            else:
+                result = await engine.generate(request, self._listener(call))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and _being_cancelled(task):
@@ -346,6 +346,7 @@ class _Job:
             temperature=request.temperature,
             max_tokens=request.max_tokens,
             result=result,
+            dropped=call.dropped,
         )
 
     def _request(self, call: Call) -> GenerateRequest:
@@ -369,14 +370,14 @@ class _Job:
             max_tokens=node.max_tokens or options.max_tokens or None,
             temperature=DEFAULT_TEMPERATURE if temperature is None else float(temperature),
             seed=derive_seed(options.seed, call.path),
-            scope=options.scope,
-            placement=options.placement,
-            salt=options.salt,
+            scope=call.options.get("scope", options.scope),  # type: ignore[arg-type]
+            placement=call.options.get("placement", options.placement),  # type: ignore[arg-type]
+            salt=call.options.get("salt", options.salt),
             path=call.path,
         )
 
     def _listener(self, call: Call) -> Callable[[str], None] | None:
-        if self.on_text is None:
+        if self.on_text is None or call.dropped:
             return None
         on_text, interrupt = self.on_text, self.interrupt
 

@@ -84,7 +84,7 @@ class Explanation:
         """As JSON values; nested as deeply as the query is, so write it with ``dump_json``."""
         return {
             "query": to_obj(self.query),
-            "rules": [asdict(fired) for fired in self.trace],
+            "rules": [fired.to_obj() for fired in self.trace],
             "rewritten": to_obj(self.plan.query),
             "plan": self.plan.to_obj(),
             "scope": self.scope,

@@ -5,6 +5,20 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from kvspan.query.builders import cross, g, plus, seq
+from kvspan.query.forms import (
+    ORDER_WORDS,
+    PLACEMENT_WORDS,
+    SCOPE_WORDS,
+    Augment,
+    Map,
+    Monad,
+    Options,
+    Print,
+    Reduce,
+    Repeat,
+    Retrieve,
+    Zip,
+)
 from kvspan.query.nodes import (
     MAX_MAX_TOKENS,
     Assistant,
@@ -49,6 +63,47 @@ def _grow(children: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
 
 
 queries = st.recursive(messages, _grow, max_leaves=12)
+
+
+def _grow_all(children: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
+    generates = st.builds(Generate, _models, children, _max_tokens, _temperatures)
+    inputs = st.lists(texts, max_size=3).map(tuple)
+    counts = st.integers(0, 4)
+    words = [st.sampled_from([None, *w]) for w in (SCOPE_WORDS, PLACEMENT_WORDS, ORDER_WORDS)]
+    return st.one_of(
+        _grow(children),
+        st.builds(Repeat, counts, generates),
+        st.builds(Map, _models, inputs, _max_tokens, _temperatures),
+        st.builds(Zip, children, children),
+        st.builds(Monad, children),
+        st.builds(Print, texts),
+        st.builds(Augment, texts, children, texts, st.one_of(texts, st.binary(max_size=4))),
+        st.builds(Reduce, generates, st.integers(2, 5), st.booleans()),
+        st.builds(Options, children, words[0], words[1], st.none() | texts, words[2]),
+        st.builds(Retrieve, texts, children, st.none() | st.integers(1, 9), st.none() | texts),
+    )
+
+
+# Every node of the language; ``queries`` has those that need nothing but a model.
+all_queries = st.recursive(messages, _grow_all, max_leaves=12)
+
+
+def _grow_runnable(children: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
+    generates = st.builds(Generate, st.sampled_from(["M", "N"]), children)
+    return st.one_of(
+        _grow(children),
+        st.builds(lambda items: Generate("J", Plus(tuple(items))), st.lists(children, max_size=4)),
+        st.builds(Repeat, st.integers(0, 3), generates),
+        st.builds(Map, st.just("M"), st.lists(texts, max_size=3).map(tuple)),
+        st.builds(lambda a, b: Zip(Par((a, b)), Plus((b, a))), children, children),
+        st.builds(Monad, children),
+        st.builds(Print, texts),
+        st.builds(Options, children, st.sampled_from([None, *SCOPE_WORDS])),
+    )
+
+
+# What needs nothing but a model. A reduction is another query once it is split, so none here.
+runnable_queries = st.recursive(messages, _grow_runnable, max_leaves=12)
 
 
 def deep_query(depth: int) -> Node:

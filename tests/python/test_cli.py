@@ -193,10 +193,10 @@ USAGE_ERRORS = {
     "not utf-8": (["run", "-"], "\udcff", "<stdin>: line 1, column 1: the text is not UTF-8"),
     "unknown node": (["run", "-"], '{"usr": "a"}', "<stdin>: $.usr: unknown node (did you mean"),
     "wrong type": (["run", "-"], "user: 3", "<stdin>: $.user: the value of user is not a string"),
-    "later node": (
+    "bad count": (
         ["run", "-"],
-        '{"repeat":{"n":3,"g":{"model":"M","input":{"user":"draft"},"max_tokens":5}}}',
-        "<stdin>: $.repeat: repeat is part of the query language but this version does not support",
+        '{"repeat":{"n":-3,"g":{"model":"M","input":{"user":"draft"},"max_tokens":5}}}',
+        "<stdin>: $.repeat.n: the n of repeat is not a count; expected a whole number from 0",
     ),
     "empty generate": (
         ["run", "-"],

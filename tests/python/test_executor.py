@@ -12,7 +12,8 @@ from fakes import FakeEngine, prompt_text
 from kvspan import KvspanError, UsageError, arun, assistant, cross, g, par, plus, run, seq, system
 from kvspan.engine import GenerateRequest
 from kvspan.executor import derive_seed
-from kvspan.query.nodes import Node, has_generate
+from kvspan.query.forms import has_generate
+from kvspan.query.nodes import Node
 from kvspan.query.read import from_json
 from kvspan.query.write import dump_json
 from query_strategies import deep_query, queries

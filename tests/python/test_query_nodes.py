@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import kvspan
 from kvspan import UsageError, assistant, cross, g, par, plus, seq, system, user
+from kvspan.query.forms import mark_origins
 from kvspan.query.nodes import (
     Generate,
     Node,
@@ -22,7 +23,6 @@ from kvspan.query.nodes import (
     User,
     count_nodes,
     fold,
-    mark_origins,
     rebuild,
     transform,
     walk,

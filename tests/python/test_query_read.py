@@ -11,17 +11,18 @@ import pytest
 import yaml
 from hypothesis import example, given
 
-from kvspan import UsageError, cross, g, load, loads, plus, seq, system, user
+from kvspan import UsageError, cross, g, load, loads, map_, plus, repeat, seq, system, user
 from kvspan.query import text as text_module
+from kvspan.query.lisp import parse_lisp, to_lisp
 from kvspan.query.nodes import Node
 from kvspan.query.nodes import Path as JsonPath
-from kvspan.query.read import QueryWarning, from_json, from_obj, from_yaml
+from kvspan.query.read import QueryWarning, from_json, from_lisp, from_obj, from_yaml
 from kvspan.query.text import parse_json, parse_yaml
 from kvspan.query.write import dump_json, to_json, to_obj, to_yaml
-from query_strategies import queries
+from query_strategies import all_queries
 
-# The six examples of the query format; three of them use nodes that come later.
-RUNNABLE = {
+# The six examples of the query format.
+EXAMPLES = {
     1: ('{"g":{"model":"M","input":{"user":"hi"}}}', g("M", "hi")),
     2: (
         '{"g":{"model":"M","input":{"cross":[{"system":"s"},'
@@ -33,19 +34,20 @@ RUNNABLE = {
         '"max_tokens":null,"temperature":null}}',
         g("M", seq(system("s"), "u")),
     ),
-}
-LATER = {
-    3: ('{"repeat":{"n":3,"g":{"model":"M","input":{"user":"draft"},"max_tokens":5}}}', "$.repeat"),
-    4: ('{"map":{"metadata":{"model":"M"},"inputs":["a","b"]}}', "$.map"),
+    3: (
+        '{"repeat":{"n":3,"g":{"model":"M","input":{"user":"draft"},"max_tokens":5}}}',
+        repeat(3, g("M", "draft", max_tokens=5)),
+    ),
+    4: ('{"map":{"metadata":{"model":"M"},"inputs":["a","b"]}}', map_("M", ["a", "b"])),
     6: (
         '{"g":{"model":"spnl/M","input":{"seq":[{"system":"judge"},{"plus":[{"repeat":{"n":4,'
         '"g":{"model":"spnl/M","input":{"user":"write"}}}}]}]}}}',
-        "$.g.input.seq[1].plus[0].repeat",
+        g("spnl/M", seq(system("judge"), plus(repeat(4, g("spnl/M", "write"))))),
     ),
 }
 
 
-@given(queries)
+@given(all_queries)
 def test_json_round_trip(query: Node) -> None:
     assert from_json(to_json(query)) == query
     assert from_json(to_json(query, indent=2)) == query
@@ -53,7 +55,7 @@ def test_json_round_trip(query: Node) -> None:
     assert loads(to_json(query).encode()) == query
 
 
-@given(queries)
+@given(all_queries)
 @example(cross("a\n", " b\n", "\n", "\n c", "a\n\n", "\ta\nb ", "a\r\nb"))
 def test_yaml_round_trip(query: Node) -> None:
     assert from_yaml(to_yaml(query)) == query
@@ -62,38 +64,26 @@ def test_yaml_round_trip(query: Node) -> None:
     assert yaml.safe_load(to_yaml(query)) == to_obj(query)
 
 
-@given(queries)
+@given(all_queries)
+def test_lisp_round_trip(query: Node) -> None:
+    assert from_lisp(to_lisp(query)) == query
+    assert loads(to_lisp(query).encode()) == query
+    # A query read from Lisp is the query that its JSON shape says.
+    assert parse_lisp(to_lisp(query)) == to_obj(query)
+
+
+@given(all_queries)
 def test_yaml_round_trip_without_libyaml(query: Node) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(yaml, "CSafeLoader", raising=False)
         assert from_yaml(to_yaml(query)) == query
 
 
-@pytest.mark.parametrize("number", RUNNABLE)
+@pytest.mark.parametrize("number", EXAMPLES)
 def test_format_examples(number: int) -> None:
-    text, expected = RUNNABLE[number]
+    text, expected = EXAMPLES[number]
     assert loads(text) == expected
     assert from_yaml(text) == expected  # JSON is YAML
-
-
-@pytest.mark.parametrize("number", LATER)
-def test_format_examples_of_later_versions_are_refused_by_name(number: int) -> None:
-    text, path = LATER[number]
-    for lenient in (False, True):
-        with pytest.raises(UsageError) as caught:
-            loads(text, lenient=lenient)
-        assert caught.value.path == path
-        name = path.rpartition(".")[2]
-        assert f"{name} is part of the query language but this version does not" in str(
-            caught.value
-        )
-        assert "unknown" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["repeat", "map", "zip", "monad", "print", "augment"])
-def test_every_later_node_is_named(name: str) -> None:
-    with pytest.raises(UsageError, match=f"{name} is part of the query language"):
-        from_obj({"cross": [{name: {}}]})
 
 
 def test_null_and_zero_max_tokens_stay_apart() -> None:
@@ -109,7 +99,8 @@ def test_null_and_zero_max_tokens_stay_apart() -> None:
         (
             {"g": {"model": "M", "input": {"cross": [{"user": "a"}, {"user": "b"}, {"usr": "c"}]}}},
             "$.g.input.cross[2].usr: unknown node (did you mean user?); expected one of user, "
-            "system, assistant, seq, par, cross, plus, g; found 'usr'",
+            "system, assistant, seq, par, cross, plus, g, repeat, map, zip, monad, print, augment, "
+            "kvspan/v1; found 'usr'",
         ),
         ({"odd key": 1}, "$['odd key']: unknown node; expected"),
         ({"user": 3}, "$.user: the value of user is not a string; expected a string; found 3"),
@@ -295,7 +286,7 @@ def test_lenient_forms(text: str, query: Node, said: str) -> None:
 def test_lenient_is_silent_about_plain_queries() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for text, query in RUNNABLE.values():
+        for text, query in EXAMPLES.values():
             assert loads(text, lenient=True) == query
 
 
@@ -351,7 +342,7 @@ def test_text_that_is_neither_is_reported_as_what_it_looks_like() -> None:
         loads('{"user": "a", "user": "b"}')
 
 
-@given(queries)
+@given(all_queries)
 def test_plain_parsers_agree_with_the_standard_ones(query: Node) -> None:
     text = json.dumps(to_obj(query), indent=1)  # with escapes
     assert parse_json(text) == json.loads(text)

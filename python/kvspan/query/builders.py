@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvspan.errors import UsageError
+from kvspan.query.forms import Augment, Map, Monad, Options, Print, Reduce, Repeat, Retrieve, Zip
 from kvspan.query.nodes import (
     Assistant,
     Cross,
@@ -94,6 +95,82 @@ def g(
             found=describe(input),
         )
     return Generate(model, _node("g", input), max_tokens, temperature)
+
+
+def repeat(n: int, sample: Generate) -> Repeat:
+    """``n`` independent samples of one generate.
+
+    >>> repeat(3, g("demo", "draft"))
+    repeat(3, g('demo', user('draft')))
+    """
+    return Repeat(n, sample)
+
+
+def map_(
+    model: str,
+    inputs: Iterable[str],
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+) -> Map:
+    """Ask ``model`` to continue each of ``inputs``, which are texts of user messages."""
+    if isinstance(inputs, (str, bytes)):
+        raise UsageError(
+            "the inputs of map are not a list", expected="a list of texts", found=describe(inputs)
+        )
+    return Map(model, tuple(inputs), max_tokens, temperature)
+
+
+def zip_(first: NodeLike, second: NodeLike) -> Zip:
+    """Pairs of the items of two joins of the same length (or of map and repeat)."""
+    return Zip(_node("zip", first), _node("zip", second))
+
+
+def monad(effect: NodeLike) -> Monad:
+    """Run ``effect`` for what it leaves in the cache, and drop its answers."""
+    return Monad(_node("monad", effect))
+
+
+def print_(text: str) -> Print:
+    """Show a line when the run gets here."""
+    return Print(text)
+
+
+def augment(embedding_model: str, body: NodeLike, doc: tuple[str, str | bytes]) -> Augment:
+    """The fragments of a document, given as (name, content), that fit ``body``."""
+    name, content = doc
+    return Augment(embedding_model, _node("augment", body), name, content)
+
+
+def retrieve(
+    corpus: str, query: NodeLike, limit: int | None = None, embedding_model: str | None = None
+) -> Retrieve:
+    """The fragments of a named corpus that fit ``query``."""
+    return Retrieve(corpus, _node("retrieve", query), limit, embedding_model)
+
+
+def reduce(judge: Generate, k: int, *, closed: bool = True) -> Reduce:
+    """Declare that ``judge`` may be run as a tree of judges over ``k`` spans each.
+
+    judge: a generate with one plus in its input, over the spans to be judged. The declaration says
+        that its answer to some of them can stand in their place in the next round.
+    closed: False takes the declaration back: one call over all spans.
+
+    >>> reduce(g("demo", cross(system("Take the best."), plus("a", "b", "c"))), 2)
+    reduce(g('demo', cross(system('Take the best.'), plus(user('a'), user('b'), user('c')))), 2)
+    """
+    return Reduce(judge, k, closed)
+
+
+def options(
+    query: NodeLike,
+    *,
+    scope: str | None = None,
+    placement: str | None = None,
+    salt: str | None = None,
+    order: str | None = None,
+) -> Options:
+    """How to run every generate in ``query``: see ``kvspan.run``; order: canonical or pinned."""
+    return Options(_node("options", query), scope, placement, salt, order)
 
 
 def _node(parent: str, value: object) -> Node:

@@ -33,11 +33,12 @@ class Path:
     "$['odd key']"
     """
 
-    __slots__ = ("parent", "step")
+    __slots__ = ("depth", "parent", "step")
 
     def __init__(self, parent: Path | None, step: str | int) -> None:
         self.parent = parent
         self.step = step
+        self.depth: int = 0 if parent is None else parent.depth + 1
 
     def child(self, step: str | int) -> Path:
         return Path(self, step)
@@ -116,6 +117,10 @@ class Node:
             stack.extend(zip(a.children, b.children, strict=True))
         return True
 
+    def builder_call(self) -> tuple[str, str]:
+        """The builder call that makes this node: what stands before its children, and after."""
+        return f"{self.kind}(", ")"
+
     def __repr__(self) -> str:
         """The builder call that makes this node."""
         parts: list[str] = []
@@ -124,16 +129,10 @@ class Node:
             item = stack.pop()
             if isinstance(item, str):
                 parts.append(item)
-            elif isinstance(item, Text):
-                parts.append(f"{item.kind}({item.text!r})")
-            elif isinstance(item, Generate):
-                tail = "" if item.max_tokens is None else f", max_tokens={item.max_tokens}"
-                tail += "" if item.temperature is None else f", temperature={item.temperature}"
-                parts.append(f"g({item.model!r}, ")
-                stack += [f"{tail})", item.input]
             else:
-                parts.append(f"{item.kind}(")
-                stack.append(")")
+                opening, closing = item.builder_call()
+                parts.append(opening)
+                stack.append(closing)
                 for index, child in reversed(list(enumerate(item.children))):
                     stack += [child] if index == 0 else [child, ", "]
         return "".join(parts)
@@ -165,6 +164,9 @@ class Text(Node):
 
     def own_fields(self) -> tuple[Any, ...]:
         return (self.text,)
+
+    def builder_call(self) -> tuple[str, str]:
+        return f"{self.kind}({self.text!r}", ")"
 
 
 class User(Text):
@@ -291,6 +293,15 @@ class Generate(Node):
 
     def own_fields(self) -> tuple[Any, ...]:
         return (self.model, self.max_tokens, self.temperature)
+
+    def builder_call(self) -> tuple[str, str]:
+        return f"g({self.model!r}, ", settings_text(self.max_tokens, self.temperature) + ")"
+
+
+def settings_text(max_tokens: int | None, temperature: float | None) -> str:
+    """The last arguments of a builder call."""
+    text = "" if max_tokens is None else f", max_tokens={max_tokens}"
+    return text + ("" if temperature is None else f", temperature={temperature}")
 
 
 NODES: dict[str, type[Text] | type[Join] | type[Generate]] = {
@@ -463,19 +474,3 @@ def rebuild(root: Node, expand: Callable[[Node], Sequence[Node]]) -> Node:
 def count_nodes(root: Node) -> int:
     """Number of nodes."""
     return sum(1 for _ in walk(root))
-
-
-def has_generate(root: Node) -> bool:
-    """Whether the tree asks a model anything."""
-    return any(isinstance(node, Generate) for _, node in walk(root))
-
-
-def mark_origins(root: Node) -> Node:
-    """Note on every generate where it stands, before rules move it."""
-
-    def mark(node: Node, path: Path) -> Node:
-        if isinstance(node, Generate):
-            return replace(node, origin=path)
-        return node
-
-    return transform(root, mark)

@@ -6,23 +6,26 @@ answer is made of, the plan says which calls there are and in what order they ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvspan.errors import KvspanError, UsageError
+from kvspan.query.expand import expand
+from kvspan.query.forms import Augment, Monad, Options, Print, Retrieve
 from kvspan.query.nodes import (
     ROOT,
     Assistant,
     Cross,
     Generate,
+    Join,
     Node,
+    Par,
     Path,
     Plus,
     Seq,
     Text,
     fold,
-    transform,
 )
 
 Role = Literal["system", "user", "assistant"]
@@ -82,6 +85,8 @@ def to_prompt(node: Node, path: str = "$") -> Prompt:
                 (where if isinstance(where, list) else parts).append(message)
         elif isinstance(item, Generate):
             raise KvspanError(f"{path}: an inner generate has not been run yet")
+        elif isinstance(item, (Monad, Print)):
+            continue
         else:
             inside = "child" if isinstance(item, Plus) and where is None else where
             stack.extend((child, inside) for child in reversed(item.children))
@@ -107,7 +112,10 @@ class Call:
     path: where the generate stands in the query as it was written.
     node: the generate; generates below it stand for answers still to come.
     inputs: ids of the calls whose answers go into this one's input, in document order.
-    after: ids of further steps that have to be over first, because a seq or cross says so.
+    after: ids of further steps that have to be over first, because a seq or cross says so, or a
+        monad in the input.
+    dropped: whether it is run for its effect on the cache only (it stands in a monad).
+    options: what the options nodes around it say; the innermost counts.
     """
 
     id: int
@@ -115,6 +123,8 @@ class Call:
     node: Generate
     inputs: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+    dropped: bool = False
+    options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def waits_for(self) -> tuple[int, ...]:
@@ -136,7 +146,21 @@ class Barrier:
         return self.after
 
 
-Step = Call | Barrier
+@dataclass(frozen=True)
+class Say:
+    """A line to show."""
+
+    id: int
+    path: str
+    text: str
+    after: tuple[int, ...] = ()
+
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        return self.after
+
+
+Step = Call | Barrier | Say
 
 
 @dataclass(frozen=True)
@@ -166,6 +190,8 @@ class Plan:
                 "temperature": call.node.temperature,
                 "inputs": list(call.inputs),
                 "after": list(call.after),
+                **({"dropped": True} if call.dropped else {}),
+                **({"options": dict(call.options)} if call.options else {}),
             }
             for call in self.calls
         ]
@@ -174,13 +200,20 @@ class Plan:
             for step in self.steps
             if isinstance(step, Barrier)
         ]
-        return {"calls": calls, "barriers": barriers, "answers": list(self.answers)}
+        obj: dict[str, Any] = {"calls": calls, "barriers": barriers, "answers": list(self.answers)}
+        lines = [
+            {"id": step.id, "path": step.path, "text": step.text, "after": list(step.after)}
+            for step in self.steps
+            if isinstance(step, Say)
+        ]
+        return {**obj, "lines": lines} if lines else obj
 
 
 def make_plan(query: Node) -> Plan:
     """The calls of a query and what each waits for. Raises UsageError on an empty generate.
 
-    A call waits for the calls in its input. In a seq or a cross, the calls of a child wait for
+    repeat, map and zip are written out first. A call waits for the calls in its input. In a seq or
+    a cross, the calls of a child wait for
     those of the children before it; in a par or a plus they do not.
 
     >>> from kvspan.query.builders import g, par, seq
@@ -193,25 +226,43 @@ def make_plan(query: Node) -> Plan:
     3 $.g.input.seq[1] (2,)
     4 $ (0, 1, 3)
     """
+    query = expand(query)
     asks = _nodes_that_ask(query)
     steps: list[Step] = []
-    # An entry is a node to open (its path, the step to wait for, and the lists that its calls go
-    # into: for the call above, and for the barrier after), or what to do once others are done.
+    # An entry is a node to open, or what to do once others are done. A node comes with its path,
+    # the step to wait for, the options around it, and the lists that its calls go into: that of
+    # the call above (None in a monad), and that of the barrier after.
     outer: list[int] = []
-    stack: list[tuple[Any, ...]] = [("open", query, ROOT, [None], outer, outer)]
+    stack: list[tuple[Any, ...]] = [("open", query, ROOT, [None], {}, outer, [])]
     while stack:
         what, *entry = stack.pop()
         if what == "open":
-            node, path, start, answers, ending = entry
+            node, path, start, said, answers, ending = entry
             if isinstance(node, Generate):
                 inputs: list[int] = []
-                stack.append(("call", node, path, start, inputs, answers, ending))
+                waits: list[int] = []
+                stack.append(("call", node, path, start, said, inputs, waits, answers, ending))
+                _check_has_text(node, path)
                 if id(node.input) in asks:
                     below = node.child_path(path, 0)
-                    stack.append(("open", node.input, below, start, inputs, inputs))
-                else:
-                    _check_has_text(node, path)
+                    stack.append(("open", node.input, below, start, said, inputs, waits))
                 continue
+            if isinstance(node, Print):
+                before = () if start[0] is None else (start[0],)
+                steps.append(Say(len(steps), str(path), node.text, before))
+                ending.append(len(steps) - 1)
+                continue
+            if isinstance(node, (Augment, Retrieve)):
+                raise UsageError(
+                    f"{node.kind} needs a retriever, and none was given",
+                    path=str(path),
+                    expected="a run with a retriever",
+                    found="none",
+                )
+            if isinstance(node, Options):
+                said = {**said, **node.said()}
+            elif isinstance(node, Monad):
+                answers = None
             children = [
                 (child, node.child_path(path, index))
                 for index, child in enumerate(node.children)
@@ -219,25 +270,30 @@ def make_plan(query: Node) -> Plan:
             ]
             if not isinstance(node, (Seq, Cross)):
                 for child, child_path in reversed(children):
-                    stack.append(("open", child, child_path, start, answers, ending))
+                    stack.append(("open", child, child_path, start, said, answers, ending))
                 continue
             todo: list[tuple[Any, ...]] = []
             for nth, (child, child_path) in enumerate(children):
                 last = nth == len(children) - 1
                 done: list[int] = ending if last else []
-                todo.append(("open", child, child_path, start, answers, done))
+                todo.append(("open", child, child_path, start, said, answers, done))
                 if not last:
                     start = [None]
                     todo.append(("barrier", done, start))
             stack.extend(reversed(todo))
         elif what == "call":
-            node, path, start, inputs, answers, ending = entry
-            after = () if inputs or start[0] is None else (start[0],)
+            node, path, start, said, inputs, waits, answers, ending = entry
+            known = set(inputs)
+            after = tuple(id for id in waits if id not in known)
+            if not waits and not inputs and start[0] is not None:
+                after = (start[0],)
             place = str(node.origin or path)
-            steps.append(Call(len(steps), place, node, tuple(inputs), after))
-            answers.append(len(steps) - 1)
-            if ending is not answers:
-                ending.append(len(steps) - 1)
+            options = {name: word for name, word in said.items() if name != "order"}
+            dropped = answers is None
+            steps.append(Call(len(steps), place, node, tuple(inputs), after, dropped, options))
+            if answers is not None:
+                answers.append(len(steps) - 1)
+            ending.append(len(steps) - 1)
         else:
             done, start = entry
             if len(done) > 1:
@@ -248,11 +304,11 @@ def make_plan(query: Node) -> Plan:
 
 
 def _nodes_that_ask(query: Node) -> set[int]:
-    """Ids of the nodes that are or hold a generate."""
+    """Ids of the nodes that are or hold something to be done."""
     found: set[int] = set()
 
     def combine(node: Node, below: list[bool], path: Path) -> bool:
-        asks = isinstance(node, Generate) or any(below)
+        asks = isinstance(node, (Generate, Print, Augment, Retrieve)) or any(below)
         if asks:
             found.add(id(node))
         return asks
@@ -265,22 +321,39 @@ def _check_has_text(node: Generate, path: Path) -> None:
     stack = [node.input]
     while stack:
         item = stack.pop()
-        if isinstance(item, Text) and item.text:
+        if isinstance(item, (Generate, Augment, Retrieve)) or (
+            isinstance(item, Text) and item.text
+        ):
             return
-        stack.extend(reversed(item.children))
+        if not isinstance(item, (Monad, Print)):
+            stack.extend(reversed(item.children))
     raise _nothing_to_read(str((node.origin or path).child("g").child("input")))
 
 
-def put_answers(node: Node, answers: Iterable[str]) -> Node:
+def put_answers(node: Node, answers: Iterable[str | None]) -> Node:
     """Put answers in the place of the outermost generates, in document order, as assistant nodes.
 
-    >>> from kvspan.query.builders import g, plus
-    >>> put_answers(plus(g("M", "a"), "b", g("M", g("M", "c"))), ["x", "y"])
+    Where the answer is None the generate stays. Monads and prints leave nothing behind.
+
+    >>> from kvspan.query.builders import g, monad, plus
+    >>> put_answers(plus(g("M", "a"), "b", monad(g("M", "x")), g("M", g("M", "c"))), ["x", "y"])
     plus(assistant('x'), user('b'), assistant('y'))
     """
-    texts: Iterator[str] = iter(answers)
+    texts: Iterator[str | None] = iter(answers)
 
-    def answer(item: Node, path: Path) -> Node:
-        return Assistant(next(texts)) if isinstance(item, Generate) else item
+    def answer(item: Node, below: list[Node], path: Path) -> Node:
+        if isinstance(item, Generate):
+            text = next(texts)
+            return item if text is None else Assistant(text)
+        if isinstance(item, (Monad, Print)):
+            return Par(())
+        old = item.children
+        kept = [
+            new
+            for before, new in zip(old, below, strict=True)
+            if not (isinstance(item, Join) and isinstance(before, (Monad, Print)))
+        ]
+        same = len(kept) == len(old) and all(a is b for a, b in zip(old, kept, strict=True))
+        return item if same else item.with_children(kept)
 
-    return transform(node, answer, into=lambda item: not isinstance(item, Generate))
+    return fold(node, answer, into=lambda item: not isinstance(item, (Generate, Monad)))

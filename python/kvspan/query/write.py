@@ -1,6 +1,7 @@
-"""Queries to JSON, YAML and plain values; ``read`` gives back an equal query, always.
+"""Queries to JSON, YAML, Lisp and plain values; ``read`` gives back an equal query, always.
 
-None is left out, everything else is written as it stands: the files are plain spnl files.
+None is left out, everything else is written as it stands: the files are plain spnl files but for
+nodes of kvspan's own, which stand under one versioned key. ``to_lisp`` is in ``kvspan.query.lisp``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,19 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from kvspan.query.forms import (
+    EXTENSION,
+    Augment,
+    Map,
+    Monad,
+    Options,
+    Print,
+    Reduce,
+    Repeat,
+    Retrieve,
+    Zip,
+)
+from kvspan.query.lisp import to_lisp as to_lisp
 from kvspan.query.nodes import Generate, Node, Path, Text, fold
 
 # Control characters, and line breaks that YAML parsers fold or disagree on: need double quotes.
@@ -28,7 +42,7 @@ def to_obj(query: Node) -> dict[str, Any]:
     """
 
     def combine(node: Node, below: list[dict[str, Any]], path: Path) -> dict[str, Any]:
-        if isinstance(node, Text):
+        if isinstance(node, (Text, Print)):
             return {node.kind: node.text}
         if isinstance(node, Generate):
             fields: dict[str, Any] = {"model": node.model, "input": below[0]}
@@ -37,9 +51,42 @@ def to_obj(query: Node) -> dict[str, Any]:
             if node.temperature is not None:
                 fields["temperature"] = node.temperature
             return {"g": fields}
-        return {node.kind: below}
+        return _form(node, below)
 
     return fold(query, combine)
+
+
+def _form(node: Node, below: list[dict[str, Any]]) -> dict[str, Any]:
+    if isinstance(node, Repeat):
+        return {"repeat": {"n": node.n, **below[0]}}
+    if isinstance(node, Map):
+        metadata = {
+            "model": node.model,
+            "max_tokens": node.max_tokens,
+            "temperature": node.temperature,
+        }
+        return {"map": {"metadata": _said(metadata), "inputs": list(node.inputs)}}
+    if isinstance(node, Zip):
+        return {"zip": {"first": below[0], "second": below[1]}}
+    if isinstance(node, Monad):
+        return {"monad": below[0]}
+    if isinstance(node, Augment):
+        content = node.content
+        value = {"Text": content} if isinstance(content, str) else {"Binary": list(content)}
+        model = {"embedding_model": node.embedding_model}
+        return {"augment": {**model, "body": below[0], "doc": [node.name, value]}}
+    if isinstance(node, Reduce):
+        return {EXTENSION: {"reduce": {"k": node.k, "closed": node.closed, **below[0]}}}
+    if isinstance(node, Options):
+        return {EXTENSION: {"options": {**node.said(), "query": below[0]}}}
+    if isinstance(node, Retrieve):
+        said = _said({"limit": node.limit, "embedding_model": node.embedding_model})
+        return {EXTENSION: {"retrieve": {"corpus": node.corpus, **said, "query": below[0]}}}
+    return {node.kind: below}
+
+
+def _said(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def to_json(query: Node, indent: int | None = None) -> str:
@@ -132,8 +179,10 @@ def _yaml_events(value: Any) -> Iterator[Any]:
             implicit = (plain == "tag:yaml.org,2002:str", True)
             yield yaml.ScalarEvent(None, None, implicit, item, style=style)
         else:
-            text = repr(item)
-            if "e" in text and "." not in text:  # YAML 1.1 takes 1e-05 for a string
+            text = json.dumps(item) if isinstance(item, bool) else repr(item)
+            if (
+                not isinstance(item, bool) and "e" in text and "." not in text
+            ):  # YAML 1.1 takes 1e-05 for a string
                 text = text.replace("e", ".0e")
             yield yaml.ScalarEvent(None, None, (True, False), text)
     yield yaml.DocumentEndEvent(explicit=False)

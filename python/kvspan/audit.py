@@ -1,0 +1,161 @@
+"""The audit record: what was done to each request before and while it ran.
+
+One JSON object per request, written when the request is over (JSON Lines with ``AuditFile``), for
+evaluation and RL runs that have to account for every approximation. The keys:
+
+    path, model, dropped                what was asked; dropped: for its effect on the cache only
+    prompt_sha256, messages, spans      the prompt that was sent
+    seed, temperature, max_tokens, scope, placement, salted, order, nested
+    rules                               names of the rewrite rules that fired on the query
+    reordered                           {path, order} of each plus in the prompt that was sorted
+    approximated                        notes: what does not equal an ordinary full-attention run
+    reused_tokens, moved_tokens, prepared_tokens, computed_tokens, usage, timings, finish_reason
+    answer_sha256                       of the text that came back
+    error                               instead of all from reused_tokens on, if it failed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvspan.engine import GenerateRequest, GenerateResult
+from kvspan.errors import UsageError
+from kvspan.query.optimizer import Fired
+from kvspan.query.plan import Message, Prompt, Span
+
+
+class AuditLog:
+    """Makes the records of one run. write: gets each; None makes none."""
+
+    def __init__(
+        self,
+        write: Callable[[dict[str, Any]], None] | None,
+        trace: Sequence[Fired],
+        order: str,
+        nested: str,
+    ) -> None:
+        self.write = write
+        self.rules = list(dict.fromkeys(fired.rule for fired in trace))
+        self.moved = [move for fired in trace for move in fired.moved]
+        self.order = order
+        self.nested = nested
+
+    def begin(self, request: GenerateRequest, dropped: bool) -> dict[str, Any]:
+        """The part of a record that is known before the request runs."""
+        if self.write is None:
+            return {}
+        inside = f"{request.path}.g.input"
+        return {
+            "path": request.path,
+            "model": request.model,
+            "dropped": dropped,
+            "prompt_sha256": _prompt_digest(request.prompt),
+            "messages": sum(
+                len(item.messages) if isinstance(item, Span) else 1 for item in request.prompt
+            ),
+            "spans": sum(isinstance(item, Span) for item in request.prompt),
+            "seed": request.seed,
+            "temperature": request.temperature,
+            "max_tokens": request.max_tokens,
+            "scope": request.scope,
+            "placement": request.placement,
+            "salted": bool(request.salt),
+            "order": self.order,
+            "nested": self.nested,
+            "rules": self.rules,
+            "reordered": [
+                {"path": path, "order": order}
+                for path, order in self.moved
+                if path.startswith(inside)
+            ],
+        }
+
+    def end(
+        self,
+        record: dict[str, Any],
+        result: GenerateResult | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """Complete and write a record."""
+        if self.write is None:
+            return
+        if result is None:
+            cancelled = isinstance(error, asyncio.CancelledError)
+            self.write({**record, "error": "cancelled" if cancelled else str(error)})
+            return
+        reuse = result.reuse
+        self.write(
+            {
+                **record,
+                "approximated": _approximations(record, result),
+                "reused_tokens": reuse.reused_tokens,
+                "moved_tokens": reuse.moved_tokens,
+                "prepared_tokens": reuse.prepared_tokens,
+                "computed_tokens": reuse.computed_tokens,
+                "span_hits": reuse.span_hits,
+                "usage": asdict(result.usage),
+                "timings": asdict(result.timings),
+                "finish_reason": result.finish_reason,
+                "answer_sha256": hashlib.sha256(result.text.encode()).hexdigest(),
+            }
+        )
+
+
+def _approximations(record: dict[str, Any], result: GenerateResult) -> list[str]:
+    """What sets the answer apart from that of ordinary full attention over the written query."""
+    found = []
+    if result.reuse.spans and record["scope"] != "full":
+        found.append(f"span tokens attend in scope {record['scope']}")
+        if record["placement"] == "parallel":
+            found.append("spans share their positions (placement parallel)")
+    if record["reordered"]:
+        found.append("spans reordered by content")
+    if record["nested"] == "whole":
+        found.append("inner inputs read beside inner answers (nested whole)")
+    if "split_reduce" in record["rules"]:
+        found.append("a declared reduction was split into rounds")
+    return [*found, *result.reuse.notes]
+
+
+def _prompt_digest(prompt: Prompt) -> str:
+    def words(message: Message) -> list[str]:
+        return [message.role, message.text]
+
+    parts = [
+        words(item) if isinstance(item, Message) else [words(m) for m in item.messages]
+        for item in prompt
+    ]
+    return hashlib.sha256(json.dumps(parts, ensure_ascii=False).encode()).hexdigest()
+
+
+class AuditFile:
+    """Appends records to a file as JSON Lines, each on disk as soon as it is known."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            raise UsageError(
+                f"cannot write the audit file: {error.strerror or error}", source=path
+            ) from None
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+
+    def __enter__(self) -> AuditFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

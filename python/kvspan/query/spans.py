@@ -1,0 +1,227 @@
+"""The rewrite rules that change which prompts there are, or in what order their spans stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from kvspan.errors import UsageError
+from kvspan.query.context import Context
+from kvspan.query.forms import Augment, Map, Monad, Options, Print, Reduce, Retrieve, content_keys
+from kvspan.query.nodes import (
+    ROOT,
+    Cross,
+    Generate,
+    Node,
+    Path,
+    Plus,
+    Text,
+    fold,
+    transform,
+    walk,
+)
+
+ROUNDS = "rounds"  # the step in the origin of a call that a reduction was split into
+
+
+def split_reduce(query: Node, context: Context) -> Node:
+    """A declared reduction over more than k spans is a tree of reductions over k at a time.
+
+    >>> from kvspan.query.builders import g, plus, reduce
+    >>> split_reduce(reduce(g("M", plus("a", "b", "c")), 2), Context())
+    g('M', plus(g('M', plus(user('a'), user('b'))), user('c')))
+    """
+    if not any(isinstance(node, Reduce) for _, node in walk(query)):
+        return query
+    return transform(
+        query, lambda node, path: _tree(node, path) if isinstance(node, Reduce) else node
+    )
+
+
+def _tree(node: Reduce, path: Path) -> Node:
+    if not node.closed:
+        return node.judge
+    judge = node.judge
+    origin = judge.origin or path
+    plus, put = _only_plus(judge, origin)
+    effects = tuple(item for item in plus.items if isinstance(item, (Monad, Print)))
+    spans = [item for item in plus.items if not isinstance(item, (Monad, Print))]
+    number = 0
+    while len(spans) > node.k:
+        number += 1
+        round_: list[Node] = []
+        for start in range(0, len(spans), node.k):
+            group = tuple(spans[start : start + node.k])
+            if len(group) == 1:
+                round_ += group  # nobody to be compared with: it goes on to the next round
+                continue
+            place = origin.child(ROUNDS).child(number - 1).child(len(round_))
+            round_.append(replace(judge, input=put(effects + group), origin=place))
+            effects = ()
+        spans = round_
+    return replace(judge, input=put(effects + tuple(spans)))
+
+
+def _only_plus(judge: Generate, origin: Path) -> tuple[Plus, Callable[[tuple[Node, ...]], Node]]:
+    """The plus in a judge's input, and how to make the input with other children in it."""
+    found: list[tuple[Plus, list[tuple[Node, int]]]] = []
+    stack: list[tuple[Node, list[tuple[Node, int]]]] = [(judge.input, [])]
+    # Above the plus there are only joins and options, and no more than one branch is ever kept.
+    while stack and len(found) < 2:
+        node, above = stack.pop()
+        if isinstance(node, Plus):
+            found.append((node, above))
+        elif not isinstance(node, (Generate, Monad, Print, Augment, Retrieve)):
+            for index in range(len(node.children) - 1, -1, -1):
+                child = node.children[index]
+                if child.children or isinstance(child, Plus):
+                    stack.append((child, [*above, (node, index)]))
+    if len(found) != 1:
+        raise UsageError(
+            "the judge of a reduction has to read the spans of one plus",
+            path=str(origin.child("g").child("input")),
+            expected="one plus in its input",
+            found="none" if not found else "more than one",
+        )
+    plus, above = found[0]
+
+    def put(children: tuple[Node, ...]) -> Node:
+        new: Node = Plus(children)
+        for node, index in reversed(above):
+            items = list(node.children)
+            items[index] = new
+            new = node.with_children(items)
+        return new
+
+    return plus, put
+
+
+def keep_inputs(query: Node, context: Context) -> Node:
+    """An inner generate and what it read are one span, so that its KV keeps what it was made from.
+
+    Only on request (``nested="whole"``): outer generates then read the inner inputs as well.
+
+    >>> from kvspan.query.builders import g, plus
+    >>> keep_inputs(g("M", plus(g("M", "a"))), Context(nested="whole"))
+    g('M', plus(cross(user('a'), g('M', user('a')))))
+    """
+    if context.nested != "whole":
+        return query
+
+    inside = _inside_generates(query)
+
+    def combine(node: Node, below: list[Node], path: Path) -> Node:
+        same = all(a is b for a, b in zip(node.children, below, strict=True))
+        if isinstance(node, Plus) and id(node) in inside:
+            children = [_whole(new) for new in below]
+            same = all(a is b for a, b in zip(node.children, children, strict=True))
+            below = children
+        return node if same else node.with_children(below)
+
+    return fold(query, combine)
+
+
+def _whole(node: Node) -> Node:
+    # What asks models itself would ask them twice if it were written twice, and the judges of a
+    # reduction must not see again what the round before has judged.
+    if not isinstance(node, Generate) or _asks(node.input) or _in_rounds(node):
+        return node
+    return Cross((node.input, node))
+
+
+def _asks(node: Node) -> bool:
+    return any(isinstance(item, (Generate, Map)) for _, item in walk(node))
+
+
+def _in_rounds(node: Generate) -> bool:
+    above = node.origin and node.origin.parent and node.origin.parent.parent
+    return bool(above and above.step == ROUNDS)
+
+
+def _inside_generates(query: Node) -> dict[int, Node]:
+    """The nodes that stand in the input of a generate, by id."""
+    inside: dict[int, Node] = {}
+    stack = [(query, False)]
+    while stack:
+        node, is_inside = stack.pop()
+        if is_inside:
+            inside[id(node)] = node
+        below = is_inside or isinstance(node, Generate)
+        stack.extend((child, below) for child in node.children)
+    return inside
+
+
+def order_spans(query: Node, context: Context) -> Node:
+    """Spans of a prompt stand in the order of their content, so that equal sets are equal prompts.
+
+    Not with ``order="pinned"``, be it for the run or by an options node.
+
+    >>> from kvspan.query.builders import g, plus
+    >>> order_spans(g("M", plus("b", "a")), Context())
+    g('M', plus(user('a'), user('b')))
+    """
+    return _order(query, context)[0]
+
+
+def moves(query: Node, context: Context) -> tuple[tuple[str, list[int]], ...]:
+    """What ``order_spans`` does: of each plus it changes, the path and the spans' old indexes.
+
+    >>> from kvspan.query.builders import g, plus
+    >>> moves(g("M", plus("b", "c", "a")), Context())
+    (('$.g.input.plus', [2, 0, 1]),)
+    """
+    return tuple((str(path.child("plus")), order) for path, order in _order(query, context)[1])
+
+
+def _order(query: Node, context: Context) -> tuple[Node, list[tuple[Path, list[int]]]]:
+    moved: list[tuple[Path, list[int]]] = []
+    if not any(isinstance(node, Plus) for _, node in walk(query)):
+        return query, moved
+    keys = span_keys(query)
+    results: list[Node] = []
+    # A node with its path and what holds for it: whether it stands in a prompt, and whether the
+    # order is pinned. Then how many of the last results are its children; -1: not opened yet.
+    stack: list[tuple[Node, Path, bool, bool, int]]
+    stack = [(query, ROOT, False, context.order == "pinned", -1)]
+    while stack:
+        node, path, inside, pinned, waiting = stack.pop()
+        if waiting >= 0:
+            below = results[len(results) - waiting :]
+            del results[len(results) - waiting :]
+            same = all(a is b for a, b in zip(node.children, below, strict=True))
+            if isinstance(node, Plus) and inside and not pinned:
+                children = [keys[id(child)] for child in node.items]
+                order = sorted(range(len(below)), key=children.__getitem__)
+                if order != sorted(order):
+                    moved.append((path, order))
+                    below, same = [below[index] for index in order], False
+            results.append(node if same else node.with_children(below))
+            continue
+        if isinstance(node, Options) and node.order is not None:
+            pinned = node.order == "pinned"
+        stack.append((node, path, inside, pinned, len(node.children)))
+        inside = inside or isinstance(node, Generate)
+        for index in range(len(node.children) - 1, -1, -1):
+            child = node.children[index]
+            stack.append((child, node.child_path(path, index), inside, pinned, -1))
+    return results[0], moved
+
+
+def span_keys(query: Node) -> dict[int, tuple[bool, str, bytes]]:
+    """What the children of a plus are sorted by, for every node, by id.
+
+    Effects come first, then the first text of a node counts, then a digest of all it holds. The
+    order of a plus inside of a node does not change its place.
+    """
+    digests = content_keys(query, plus_as_set=True)
+    keys: dict[int, tuple[bool, str, bytes]] = {}
+
+    def combine(node: Node, below: list[str], path: Path) -> str:
+        texts = sorted(below) if isinstance(node, Plus) else below
+        lead = node.text if isinstance(node, Text) else next((t for t in texts if t), "")
+        effect = isinstance(node, (Monad, Print))
+        keys[id(node)] = (not effect, lead, digests[id(node)])
+        return lead
+
+    fold(query, combine)
+    return keys
