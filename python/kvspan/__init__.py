@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvspan.query.builders import assistant as assistant
     from kvspan.query.builders import augment as augment
     from kvspan.query.builders import cross as cross
+    from kvspan.query.builders import from_corpus as from_corpus
     from kvspan.query.builders import g as g
     from kvspan.query.builders import map_ as map_
     from kvspan.query.builders import monad as monad
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from kvspan.query.builders import print_ as print_
     from kvspan.query.builders import reduce as reduce
     from kvspan.query.builders import repeat as repeat
-    from kvspan.query.builders import retrieve as retrieve
     from kvspan.query.builders import seq as seq
     from kvspan.query.builders import system as system
     from kvspan.query.builders import user as user
@@ -49,7 +49,7 @@ _LAZY = {
         ("user", "system", "assistant", "seq", "par", "cross", "plus", "g"), "query.builders"
     ),
     **dict.fromkeys(("repeat", "map_", "zip_", "monad", "print_", "augment"), "query.builders"),
-    **dict.fromkeys(("reduce", "options", "retrieve"), "query.builders"),
+    **dict.fromkeys(("reduce", "options", "from_corpus"), "query.builders"),
     **dict.fromkeys(("load", "loads"), "query.read"),
     **dict.fromkeys(("run", "arun"), "executor"),
     **dict.fromkeys(("KvspanError", "UsageError"), "errors"),

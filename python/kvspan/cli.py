@@ -146,6 +146,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_run(commands)
     _add_explain(commands)
+    _add_schema(commands)
     _add_demo(commands, words)
     return parser
 
@@ -267,6 +268,13 @@ def _add_explain(commands: Any) -> None:
     )
     _add_query(parser)
     parser.set_defaults(command=_explain)
+
+
+def _add_schema(commands: Any) -> None:
+    help = "print the JSON Schema of queries"
+    parser = _add_command(commands, "schema", help, "For editors and other programs.")
+    parser.add_argument("--json", action="store_true", help="no difference: it is JSON")
+    parser.set_defaults(command=_schema)
 
 
 def _add_demo(commands: Any, words: Sequence[str]) -> None:
@@ -485,6 +493,13 @@ def _explain(args: argparse.Namespace) -> int:
         print(dump_json({**explanation.to_obj(), "warnings": said}, 2))
     else:
         sys.stdout.write(render(explanation, unicode=_can_show("├─│└", sys.stdout)))
+    return 0
+
+
+def _schema(args: argparse.Namespace) -> int:
+    from importlib import resources
+
+    sys.stdout.write((resources.files("kvspan.query") / "schema.json").read_text("utf-8"))
     return 0
 
 

@@ -141,7 +141,7 @@ def augment(embedding_model: str, body: NodeLike, doc: tuple[str, str | bytes]) 
     return Augment(embedding_model, _node("augment", body), name, content)
 
 
-def retrieve(
+def from_corpus(
     corpus: str, query: NodeLike, limit: int | None = None, embedding_model: str | None = None
 ) -> Retrieve:
     """The fragments of a named corpus that fit ``query``."""

@@ -387,7 +387,7 @@ class Retrieve(_Own):
         text = "" if self.limit is None else f", limit={self.limit}"
         if self.embedding_model is not None:
             text += f", embedding_model={self.embedding_model!r}"
-        return f"retrieve({self.corpus!r}, ", f"{text})"
+        return f"from_corpus({self.corpus!r}, ", f"{text})"
 
 
 _FORMS = (Repeat, Map, Zip, Monad, Print, Augment)

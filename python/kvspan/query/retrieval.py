@@ -59,12 +59,12 @@ class Retriever(Protocol):
 def desugar_retrieval(query: Node, context: Context) -> Node:
     """Retrieved fragments are the spans of a plus, prepared before anything reads them.
 
-    >>> from kvspan.query.builders import cross, g, retrieve
+    >>> from kvspan.query.builders import cross, from_corpus, g
     >>> from kvspan.query.context import Context
     >>> class Shelf:
     ...     def retrieve(self, query, corpus):
     ...         return ["bees", "clocks"]
-    >>> query = g("M", cross(retrieve("town", "who?"), "who?"))
+    >>> query = g("M", cross(from_corpus("town", "who?"), "who?"))
     >>> desugar_retrieval(query, Context(retriever=Shelf()))  # doctest: +NORMALIZE_WHITESPACE
     g('M', cross(cross(monad(plus(g('M', plus(user('bees')), max_tokens=1, temperature=0.0),
                                   g('M', plus(user('clocks')), max_tokens=1, temperature=0.0))),
