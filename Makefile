@@ -102,5 +102,6 @@ $(VENV)/.test: $(VENV)/.demo
 
 $(VENV)/.lint: Makefile constraints.txt | $(VENV)/.venv
 	$(PIP) install -q -c constraints.txt ruff mypy clang-format numpy tqdm huggingface_hub types-PyYAML \
+	  starlette uvicorn pydantic prometheus_client openai argcomplete \
 	  types-tqdm
 	touch $@

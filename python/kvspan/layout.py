@@ -148,9 +148,12 @@ class PromptEncoder:
                 return ids[0]
         raise UsageError("the tokenizer has no token for a blank, a newline or a full stop")
 
-    def encode(self, prompt: Prompt, scope: Scope = "anchored") -> SpanLayout:
-        """Lay out a prompt. Scope "full" gives the ordinary prompt: no spans and no padding."""
-        if self.tokenizer.chat_template:
+    def encode(self, prompt: Prompt, scope: Scope = "anchored", *, chat: bool = True) -> SpanLayout:
+        """Lay out a prompt. Scope "full" gives the ordinary prompt: no spans and no padding.
+
+        chat: whether to use the chat template, if there is one.
+        """
+        if chat and self.tokenizer.chat_template:
             pieces, tokens = self._chat_pieces(_turns(prompt)), []
         else:
             pieces = _join([piece for _, turn in _turns(prompt) for piece in turn])
@@ -236,6 +239,17 @@ class PromptEncoder:
                 )
             out += [_Piece(before, is_template=True), *_join(turn)]
         return [*out, _Piece(rest, is_template=True)]
+
+
+def to_turns(prompt: Prompt) -> list[tuple[str, str]]:
+    """The prompt as (role, text) turns: what an engine shows the model that has no spans.
+
+    >>> to_turns((Message("system", "s"), Span((Message("user", "a"),)), Message("user", "q")))
+    [('system', 's'), ('user', 'a\\n\\nq')]
+    """
+    return [
+        (role, SEPARATOR.join(piece.text for piece in pieces)) for role, pieces in _turns(prompt)
+    ]
 
 
 def _turns(prompt: Prompt) -> list[tuple[str, list[_Piece]]]:

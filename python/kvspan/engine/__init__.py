@@ -1,6 +1,7 @@
 """What an engine is: the one interface between a planned query and whatever runs the model.
 
-The data types here are plain and import neither torch nor transformers; ``open_engine`` does.
+The data types here are plain and import neither torch nor transformers nor openai; ``open_engine``
+imports what the engine it opens is made of.
 """
 
 from __future__ import annotations
@@ -9,19 +10,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from kvspan.errors import KvspanError, UsageError
+
 if TYPE_CHECKING:
     import numpy as np
 
-    from kvspan.layout import SpanLayout
     from kvspan.query.plan import Prompt
 
 Scope = Literal["anchored", "isolated", "full"]
 Placement = Literal["sequential", "parallel"]
+Kind = Literal["local", "openai"]
 # (phase, done, total): called as work proceeds, for example ("prefill", 512, 4096) in tokens.
 Progress = Callable[[str, int, int], None]
 
 SCOPES: tuple[Scope, ...] = ("anchored", "isolated", "full")
 PLACEMENTS: tuple[Placement, ...] = ("sequential", "parallel")
+KINDS: tuple[Kind, ...] = ("local", "openai")
+
+
+class PromptTooLongError(UsageError):
+    """The prompt leaves no room for an answer in the model's context."""
+
+
+class PoolTooSmallError(KvspanError):
+    """Prompt and answer need more KV blocks than the engine has, whatever else is running."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,9 @@ class GenerateRequest:
     scope: what a span token attends to (DESIGN "attention scope").
     placement: where cached spans are put (DESIGN "placement").
     salt: tenant salt; requests with different salts never share cached blocks.
+    stop: texts that end the answer where one of them first appears; it is not part of the answer.
+    chat: whether the prompt goes through the model's chat template; if not, the texts of its
+        messages are the prompt, and the answer goes on from them.
     path: JSON path of the generate node, for messages.
     """
 
@@ -45,6 +60,8 @@ class GenerateRequest:
     scope: Scope = "anchored"
     placement: Placement = "sequential"
     salt: str = ""
+    stop: tuple[str, ...] = ()
+    chat: bool = True
     path: str = "$"
     return_logprobs: bool = False
 
@@ -87,7 +104,11 @@ class Reuse:
 
 @dataclass
 class GenerateResult:
-    """Answer of one call. first_logprobs: float32 [vocab_size] of the first new token, if asked."""
+    """Answer of one call.
+
+    token_ids: of the answer; empty where the engine does not know them.
+    first_logprobs: float32 [vocab_size] of the first new token, if asked for.
+    """
 
     text: str
     token_ids: list[int]
@@ -100,7 +121,12 @@ class GenerateResult:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """spans: whether span KV can be reused; if not, reason says why, and scope is always full."""
+    """What an engine can do.
+
+    spans: whether span KV can be reused; if not, reason says why, and scope is always full.
+    max_tokens: the model's context, prompt and answer together; 0 where it is not known.
+    block_size: tokens per KV block; 0 where it is not known.
+    """
 
     spans: bool
     reason: str
@@ -109,7 +135,10 @@ class Capabilities:
 
 
 class Engine(Protocol):
-    """Runs generate calls. Methods may be called from any event loop; calls run side by side."""
+    """Runs generate calls. Methods may be called from any event loop; calls run side by side.
+
+    Cancelling a call ends it in the engine as well.
+    """
 
     async def generate(
         self, request: GenerateRequest, on_text: Callable[[str], None] | None = None
@@ -117,10 +146,6 @@ class Engine(Protocol):
 
     async def prepare(self, request: GenerateRequest) -> GenerateResult:
         """Compute and cache the request's spans and prefix; generate nothing (the paper's G^1)."""
-        ...
-
-    def layout(self, request: GenerateRequest) -> SpanLayout:
-        """The token layout the request would run with. Runs nothing."""
         ...
 
     def capabilities(self) -> Capabilities: ...
@@ -131,18 +156,43 @@ class Engine(Protocol):
 def open_engine(
     model: str,
     *,
+    kind: Kind = "local",
     block_size: int = 16,
     kv_cache_gib: float = 1.0,
     dtype: str = "auto",
     device: str = "auto",
     progress: Progress | None = None,
+    base_url: str | None = None,
+    timeout: float = 600.0,
+    max_retries: int = 4,
+    max_concurrency: int = 16,
 ) -> Engine:
-    """Open the embedded engine on a transformers model: a folder, a hub id, or ``demo``.
+    """Open an engine.
 
-    dtype: auto, float32, bfloat16 or float16; auto is float32 on CPU, the checkpoint's on GPU.
+    kind "local", the embedded engine: model is a folder, a hub id, or ``demo``.
+        dtype: auto, float32, bfloat16 or float16; auto is float32 on CPU, the checkpoint's on GPU.
+        block_size, kv_cache_gib, dtype, device and progress are for this kind alone.
+    kind "openai", any OpenAI-compatible server: model is the server's name of it, used for calls
+        that name none. The API key is read from KVSPAN_API_KEY or OPENAI_API_KEY.
+        base_url: for example http://127.0.0.1:8000/v1; None takes OPENAI_BASE_URL.
+        timeout: seconds the server may be silent. max_retries: further attempts after 429, 5xx and
+        lost connections. max_concurrency: calls that are sent at the same time.
+
     Raises UsageError when the model cannot be found or the arguments make no sense, KvspanError
     when it is there and cannot be loaded.
     """
+    if kind == "openai":
+        from kvspan.engine.openai import OpenAIEngine
+
+        return OpenAIEngine(
+            model,
+            base_url=base_url,
+            timeout=timeout,
+            max_retries=max_retries,
+            max_concurrency=max_concurrency,
+        )
+    if kind != "local":
+        raise UsageError("unknown kind of engine", expected=" or ".join(KINDS), found=repr(kind))
     from kvspan.engine.local import LocalEngine
 
     return LocalEngine.open(

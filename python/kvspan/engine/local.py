@@ -12,13 +12,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from kvspan.engine import Capabilities, GenerateRequest, GenerateResult, Progress, Usage
+from kvspan.engine import (
+    Capabilities,
+    GenerateRequest,
+    GenerateResult,
+    PoolTooSmallError,
+    Progress,
+    PromptTooLongError,
+    Usage,
+)
 from kvspan.engine.attention import IMPLEMENTATION, Row
 from kvspan.engine.loading import load_model
 from kvspan.engine.pool import BlockPool, PoolFullError
@@ -63,6 +71,21 @@ class _Job:
         return self.prefill
 
 
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine is doing right now. blocks_cached: no request holds them, all can be reused.
+
+    alive: whether requests are still being worked on.
+    """
+
+    alive: bool
+    waiting: int
+    running: int
+    blocks: int
+    blocks_in_use: int
+    blocks_cached: int
+
+
 class LocalEngine:
     """Implements `kvspan.engine.Engine`. Use `open`, and `close` when done."""
 
@@ -103,6 +126,8 @@ class LocalEngine:
         )
         self._check(model)
         self._stop_ids = _stop_ids(model, tokenizer)
+        # Long prompts take the tokenizer a while, and it must not be used by two threads at once.
+        self._encoding = ThreadPoolExecutor(1, "kvspan-tokenizer")
         self._wake = threading.Condition()
         self._waiting: deque[_Job] = deque()
         self._prefilling: _Job | None = None
@@ -151,6 +176,18 @@ class LocalEngine:
         Raises UsageError for a prompt that the model cannot take, KvspanError when it fails.
         """
         loop = asyncio.get_running_loop()
+        layout = await loop.run_in_executor(self._encoding, self.layout, request)
+        return await self.generate_layout(layout, request, on_text)
+
+    async def generate_layout(
+        self,
+        layout: SpanLayout,
+        request: GenerateRequest,
+        on_text: Callable[[str], None] | None = None,
+    ) -> GenerateResult:
+        """`generate` on tokens that are laid out; the request's prompt and scope are not read."""
+        self._check_layout(layout)
+        loop = asyncio.get_running_loop()
         emit = None
         if on_text is not None:
             deliver = on_text
@@ -158,7 +195,7 @@ class LocalEngine:
             def emit(text: str) -> None:
                 loop.call_soon_threadsafe(deliver, text)
 
-        job = self._submit(request, self.layout(request), emit)
+        job = self._submit(request, layout, emit)
         try:
             return await asyncio.wrap_future(job.future)
         except asyncio.CancelledError:
@@ -174,16 +211,38 @@ class LocalEngine:
 
     def run_layout(self, layout: SpanLayout, request: GenerateRequest) -> GenerateResult:
         """`run` on tokens that the caller laid out; the request's prompt and scope are not read."""
+        self._check_layout(layout)
+        return self._submit(request, layout, None).future.result()
+
+    def _check_layout(self, layout: SpanLayout) -> None:
         if layout.block_size != self.encoder.block_size:
             raise UsageError(
                 f"block_size: expected the engine's {self.encoder.block_size}, "
                 f"got {layout.block_size}"
             )
-        return self._submit(request, layout, None).future.result()
 
     def layout(self, request: GenerateRequest) -> SpanLayout:
+        """The token layout the request would run with. Runs nothing."""
         scope = "full" if self.no_spans else request.scope
-        return self.encoder.encode(request.prompt, scope)
+        return self.encoder.encode(request.prompt, scope, chat=request.chat)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model knows are below this."""
+        return int(self.runner.model.get_input_embeddings().num_embeddings)
+
+    def stats(self) -> EngineStats:
+        """A snapshot; the worker goes on meanwhile."""
+        pool = self.pool
+        in_use = pool.num_blocks - pool.num_available
+        return EngineStats(
+            alive=self._worker.is_alive() and not self._closed,
+            waiting=len(self._waiting),
+            running=len(self._running) + (self._prefilling is not None),
+            blocks=pool.num_blocks,
+            blocks_in_use=in_use,
+            blocks_cached=pool.num_evictable,
+        )
 
     def capabilities(self) -> Capabilities:
         return Capabilities(
@@ -205,6 +264,7 @@ class LocalEngine:
         with self._wake:
             self._closed = True
             self._wake.notify()
+        self._encoding.shutdown(wait=False)
         if threading.current_thread() is not self._worker:
             self._worker.join()
 
@@ -227,14 +287,14 @@ class LocalEngine:
         job = _Job(
             request,
             layout,
-            Detokenizer(self.tokenizer, on_text),
+            Detokenizer(self.tokenizer, on_text, request.stop),
             Sampler(temperature, request.seed),
         )
         if self.no_spans and request.scope != "full":
             job.notes.append(f"spans not reused: {self.no_spans}")
         room = self.max_positions - 1 - int(layout.positions(request.placement)[-1])
         if room < 1:
-            raise UsageError(
+            raise PromptTooLongError(
                 f"{request.path}: prompt of {layout.num_tokens} tokens is too long: the model's "
                 f"context is {self.max_positions} tokens, prompt and answer together"
             )
@@ -309,7 +369,7 @@ class LocalEngine:
         spans = max((span.count for span in job.active.seq.spans), default=0)
         self._fail(
             job,
-            KvspanError(
+            PoolTooSmallError(
                 f"{job.request.path}: the KV pool is too small: {job.layout.num_tokens} prompt "
                 f"and {job.max_new_tokens} new tokens need {need + spans} blocks of "
                 f"{job.layout.block_size}, the pool has {self.pool.num_blocks}; "
@@ -377,18 +437,19 @@ class LocalEngine:
             if job.request.return_logprobs:
                 job.first_logprobs = logits.log_softmax(-1)
         if token in self._stop_ids:
+            self._finish(job, "stop", at_end=True)
+        elif job.detokenizer.push(token):
             self._finish(job, "stop")
-            return
-        job.detokenizer.push(token)
-        if len(job.detokenizer.token_ids) >= job.max_new_tokens:
+        elif len(job.detokenizer.token_ids) >= job.max_new_tokens:
             self._finish(job, "length")
 
-    def _finish(self, job: _Job, reason: Literal["stop", "length"]) -> None:
+    def _finish(self, job: _Job, reason: Literal["stop", "length"], at_end: bool = False) -> None:
+        """at_end: the model ended the text itself, with a token that is not part of the answer."""
         self._running.remove(job)
         prefill, ids = job.active, job.detokenizer.token_ids
         seq, timings, reuse = prefill.seq, prefill.timings, prefill.reuse
         # The last token's own KV was computed only if another one was asked for after it.
-        written = ids if reason == "stop" else ids[:-1]
+        written = ids if at_end else ids[:-1]
         seq.extend_hashes(written)
         for i in range(seq.num_prompt_tokens // seq.block_size, len(seq.hashes)):
             self.pool.register(seq.table[i], seq.text_key(i))
@@ -401,7 +462,7 @@ class LocalEngine:
         reuse.notes += job.notes
         usage = Usage(
             prompt_tokens=seq.num_prompt_tokens,
-            completion_tokens=len(ids) + (reason == "stop"),
+            completion_tokens=len(ids) + at_end,
             cached_tokens=seq.num_prompt_tokens - reuse.computed_tokens,
         )
         logprobs = None if job.first_logprobs is None else job.first_logprobs.cpu().numpy()

@@ -34,6 +34,11 @@ class BlockPool:
         return len(self._free) + len(self._evictable)
 
     @property
+    def num_evictable(self) -> int:
+        """Cached blocks that nobody references."""
+        return len(self._evictable)
+
+    @property
     def num_cached(self) -> int:
         return len(self._key_of)
 
