@@ -12,7 +12,6 @@
 
 #include "bindings.h"
 #include "kvspan/block_copy.h"
-#include "kvspan/block_moves.h"
 #include "kvspan/check.h"
 #include "kvspan/device.h"
 #include "kvspan/rerope.h"
@@ -24,30 +23,6 @@ namespace py = pybind11;
 using kvspan::bindings::BorrowedTensor;
 
 namespace {
-
-py::list plan_moves(py::handle src_blocks, py::handle dst_blocks, py::handle deltas,
-                    py::handle scratch_blocks) {
-  const BorrowedTensor src(src_blocks, "src_blocks");
-  const BorrowedTensor dst(dst_blocks, "dst_blocks");
-  const BorrowedTensor delta(deltas, "deltas");
-  const BorrowedTensor scratch(scratch_blocks, "scratch_blocks");
-  const kvspan::MovePlan plan = [&] {
-    const py::gil_scoped_release release;
-    return kvspan::plan_moves(
-        int64_elements(src.view(), "src_blocks"), int64_elements(dst.view(), "dst_blocks"),
-        int64_elements(delta.view(), "deltas"), int64_elements(scratch.view(), "scratch_blocks"));
-  }();
-  const auto slice = [&](const std::vector<std::int64_t>& all, std::int64_t batch) {
-    const std::int64_t begin = plan.batch_offsets[batch];
-    return py::array_t<std::int64_t>(plan.batch_offsets[batch + 1] - begin, all.data() + begin);
-  };
-  py::list batches;
-  for (std::int64_t b = 0; b < plan.num_batches(); ++b) {
-    batches.append(py::make_tuple(slice(plan.src_blocks, b), slice(plan.dst_blocks, b),
-                                  slice(plan.deltas, b)));
-  }
-  return batches;
-}
 
 // The tensors of one argument, one a layer.
 class BorrowedTensors {
@@ -161,8 +136,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("built_with_cuda", &kvspan::built_with_cuda);
   m.def("cuda_device_count", &kvspan::cuda_device_count);
 
-  m.def("plan_moves", &plan_moves, py::arg("src_blocks"), py::arg("dst_blocks"), py::arg("deltas"),
-        py::arg("scratch_blocks"));
+  kvspan::bindings::bind_move_plan(m);
   m.def("rerope", &rerope, py::arg("k_src"), py::arg("k_dst"), py::arg("v_src"), py::arg("v_dst"),
         py::arg("src_blocks"), py::arg("dst_blocks"), py::arg("deltas"), py::arg("inv_freq"),
         py::arg("is_neox"), py::arg("axes"), py::arg("rotary_offset"), py::arg("layout"),

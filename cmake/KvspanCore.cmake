@@ -1,10 +1,13 @@
 # kvspan_core: the static C++ library. It links neither Python nor libtorch.
 add_library(kvspan_core STATIC
+  cpp/src/bin_packing.cpp
   cpp/src/block_copy_cpu.cpp
   cpp/src/block_hash.cpp
   cpp/src/block_moves.cpp
   cpp/src/check.cpp
   cpp/src/dispatch.cpp
+  cpp/src/graph.cpp
+  cpp/src/move_schedule.cpp
   cpp/src/rerope_cpu.cpp
   cpp/src/rerope_cpu_avx2.cpp
   cpp/src/rerope_cpu_avx512.cpp

@@ -50,13 +50,17 @@ if [ "$purpose" = test ] &&
   ! echo '#include <gtest/gtest.h>' | "${CXX:-g++}" -x c++ -E - >/dev/null 2>&1; then
   need libgtest-dev "GoogleTest, for the C++ tests"
 fi
+if [ "$purpose" = test ] &&
+  ! echo '#include <boost/graph/strong_components.hpp>' |
+    "${CXX:-g++}" -x c++ -E - >/dev/null 2>&1; then
+  need libboost-graph-dev "Boost.Graph, the oracle of the graph algorithms' C++ tests"
+fi
 if [ "$purpose" = bench ]; then
   echo '#include <benchmark/benchmark.h>' | "${CXX:-g++}" -x c++ -E - >/dev/null 2>&1 ||
     need libbenchmark-dev "Google Benchmark, for the C++ microbenchmarks"
   echo '#include <xxhash.h>' | "${CXX:-g++}" -x c++ -E - >/dev/null 2>&1 ||
     need libxxhash-dev "xxHash, for the optional xxh3-128 keys"
 fi
-
 if [ "$check" = 0 ]; then
   echo "${missing[*]:-}"
 elif [ "${#missing[@]}" -gt 0 ]; then

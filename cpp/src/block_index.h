@@ -1,45 +1,67 @@
-// A map from block id to the position of the move that writes it: open addressing in one flat
-// allocation, because planning is linear and mostly lookups.
+// A map from block id to the moves that use the block: a plain table where ids are small compared
+// with the number of moves, as they are in a busy pool, else open addressing; one flat allocation
+// either way, because planning is linear and mostly lookups.
 #pragma once
 
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <vector>
+
+#include "kvspan/large_vector.h"
 
 namespace kvspan {
 
 class BlockIndex {
  public:
-  explicit BlockIndex(std::size_t capacity)
-      : slots_(std::bit_ceil(2 * capacity + 1)), mask_(slots_.size() - 1) {}
+  // Positions in the list of moves, -1 for none.
+  struct Entry {
+    std::int32_t writer = -1;
+    std::int32_t reader = -1;
+  };
 
-  // Returns -1 if the block was added, or the position it was added with before.
-  std::int64_t insert(std::int64_t block, std::int64_t position) {
-    Slot& slot = slots_[find_slot(block)];
-    if (slot.position >= 0) return slot.position;
-    slot = {block, position};
-    return -1;
+  // For up to num_entries different blocks, none above max_block.
+  BlockIndex(std::size_t num_entries, std::int64_t max_block) {
+    if (max_block < static_cast<std::int64_t>(8 * num_entries)) {
+      table_.resize(max_block + 1);
+    } else {
+      slots_.resize(std::bit_ceil(2 * num_entries + 1));
+    }
   }
 
-  // The block's position, or -1.
-  std::int64_t find(std::int64_t block) const { return slots_[find_slot(block)].position; }
+  // The block's entry, added if it is not there.
+  Entry& operator[](std::int64_t block) {
+    if (!table_.empty()) return table_[block];
+    Slot& slot = slots_[find_slot(block)];
+    slot.block = block;
+    return slot.entry;
+  }
+
+  // The block's entry, or one that says none. Any block id will do.
+  Entry find(std::int64_t block) const {
+    if (!table_.empty()) {
+      return static_cast<std::uint64_t>(block) < table_.size() ? table_[block] : Entry{};
+    }
+    if (slots_.empty()) return {};
+    const Slot& slot = slots_[find_slot(block)];
+    return slot.block == block ? slot.entry : Entry{};
+  }
 
  private:
   struct Slot {
-    std::int64_t block = 0;
-    std::int64_t position = -1;
+    std::int64_t block = -1;
+    Entry entry;
   };
 
   std::size_t find_slot(std::int64_t block) const {
     // Fibonacci hashing: block ids come in runs, which the multiplication spreads.
-    std::size_t i = (static_cast<std::uint64_t>(block) * 0x9E3779B97F4A7C15u) >> 20 & mask_;
-    while (slots_[i].position >= 0 && slots_[i].block != block) i = (i + 1) & mask_;
+    const std::size_t mask = slots_.size() - 1;
+    std::size_t i = (static_cast<std::uint64_t>(block) * 0x9E3779B97F4A7C15u) >> 20 & mask;
+    while (slots_[i].block >= 0 && slots_[i].block != block) i = (i + 1) & mask;
     return i;
   }
 
-  std::vector<Slot> slots_;
-  std::size_t mask_;
+  LargeVector<Entry> table_;
+  LargeVector<Slot> slots_;
 };
 
 }  // namespace kvspan

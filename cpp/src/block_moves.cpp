@@ -1,177 +1,298 @@
 #include "kvspan/block_moves.h"
 
 #include <algorithm>
-#include <functional>
-#include <queue>
 #include <utility>
 
 #include "block_index.h"
 #include "kvspan/check.h"
+#include "move_schedule.h"
 
 namespace kvspan {
 namespace {
 
-struct Move {
-  std::int64_t src;
-  std::int64_t dst;
-  std::int64_t delta;
-};
+using Int64Span = std::span<const std::int64_t>;
 
-struct ScheduledMove {
-  Move move;
-  std::int64_t batch;
-};
+constexpr std::size_t kMaxMoves = (std::size_t{1} << 30) - 1;  // steps have 32-bit numbers
 
-BlockIndex index_writers(std::span<const std::int64_t> dst_blocks) {
-  BlockIndex writers(dst_blocks.size());
-  for (std::size_t i = 0; i < dst_blocks.size(); ++i) {
-    KVSPAN_CHECK_ARG(dst_blocks[i] >= 0, "dst_blocks[", i, "]: expected a block id >= 0, got ",
-                     dst_blocks[i]);
-    const std::int64_t other = writers.insert(dst_blocks[i], static_cast<std::int64_t>(i));
-    KVSPAN_CHECK_ARG(other < 0, "dst_blocks: expected distinct blocks, got block ", dst_blocks[i],
-                     " at both ", other, " and ", i);
-  }
-  return writers;
+std::int64_t largest(Int64Span blocks, std::int64_t at_least) {
+  for (const std::int64_t block : blocks) at_least = std::max(at_least, block);
+  return at_least;
 }
 
-void check_scratch(std::span<const std::int64_t> scratch_blocks, const BlockIndex& writers,
-                   std::span<const std::int64_t> src_blocks) {
-  BlockIndex scratch(scratch_blocks.size());
-  for (std::size_t i = 0; i < scratch_blocks.size(); ++i) {
-    const std::int64_t block = scratch_blocks[i];
-    KVSPAN_CHECK_ARG(block >= 0, "scratch_blocks[", i, "]: expected a block id >= 0, got ", block);
-    KVSPAN_CHECK_ARG(scratch.insert(block, static_cast<std::int64_t>(i)) < 0,
-                     "scratch_blocks: expected distinct blocks, got block ", block, " twice");
-    KVSPAN_CHECK_ARG(writers.find(block) < 0, "scratch_blocks[", i, "]: block ", block,
-                     " is also a destination");
-  }
-  for (std::size_t i = 0; i < src_blocks.size(); ++i) {
-    KVSPAN_CHECK_ARG(scratch.find(src_blocks[i]) < 0, "scratch_blocks: block ", src_blocks[i],
-                     " is also a source");
-  }
+void add_writer(BlockIndex& index, Int64Span dst_blocks, std::size_t i) {
+  const std::int64_t block = dst_blocks[i];
+  KVSPAN_CHECK_ARG(block >= 0, "dst_blocks[", i, "]: expected a block id >= 0, got ", block);
+  std::int32_t& writer = index[block].writer;
+  KVSPAN_CHECK_ARG(writer < 0, "dst_blocks: expected distinct blocks, got block ", block,
+                   " at both ", writer, " and ", i);
+  writer = static_cast<std::int32_t>(i);
 }
 
-// The scratch blocks and the first batch in which each may be written again.
-class ScratchPool {
+class Planner {
  public:
-  explicit ScratchPool(std::span<const std::int64_t> blocks) {
-    for (const std::int64_t block : blocks) free_.emplace(0, block);
-  }
+  explicit Planner(const PlanMovesArgs& args)
+      : args_(args),
+        num_moves_(args.src_blocks.size()),
+        index_(2 * num_moves_, largest(args.src_blocks, largest(args.dst_blocks, 0))) {}
 
-  std::pair<std::int64_t, std::int64_t> take() {
-    const auto earliest = free_.top();
-    free_.pop();
-    return earliest;
-  }
-
-  void give_back(std::int64_t first_free_batch, std::int64_t block) {
-    free_.emplace(first_free_batch, block);
+  MovePlan run() {
+    index_destinations();
+    check_spare_blocks();
+    choose_destinations();
+    count_generations();
+    const Schedule schedule =
+        schedule_moves(find_successors(),
+                       {.max_batch_size = args_.launch_budget,
+                        .max_depth = args_.max_depth,
+                        .num_scratch = static_cast<std::int64_t>(args_.scratch_blocks.size()),
+                        .num_host = args_.host_blocks},
+                       plan_.destinations);
+    finish_kinds(schedule);
+    write_steps(schedule);
+    fuse_layers();
+    count(schedule);
+    return std::move(plan_);
   }
 
  private:
-  using Entry = std::pair<std::int64_t, std::int64_t>;
-  std::priority_queue<Entry, std::vector<Entry>, std::greater<>> free_;
+  std::int64_t ref_count(std::int64_t block) const {
+    return args_.ref_counts.empty() ? 0 : args_.ref_counts[block];
+  }
+
+  bool does_nothing(std::size_t i) const {
+    return plan_.destinations[i] == args_.src_blocks[i] && args_.deltas[i] == 0;
+  }
+
+  // ref_counts and generations bound the block ids where they are given.
+  void check_block(std::int64_t block, const char* name, std::size_t i) const {
+    KVSPAN_CHECK_ARG(block >= 0, name, "[", i, "]: expected a block id >= 0, got ", block);
+    for (const auto& [by_block, by_block_name] :
+         {std::pair{args_.ref_counts, "ref_counts"}, std::pair{args_.generations, "generations"}}) {
+      KVSPAN_CHECK_ARG(by_block.empty() || block < static_cast<std::int64_t>(by_block.size()), name,
+                       "[", i, "]: expected a block in [0, ", by_block.size(), ") of ",
+                       by_block_name, ", got ", block);
+    }
+  }
+
+  void index_destinations() {
+    for (std::size_t i = 0; i < num_moves_; ++i) {
+      check_block(args_.src_blocks[i], "src_blocks", i);
+      if (args_.dst_blocks[i] == kChooseBlock) continue;
+      check_block(args_.dst_blocks[i], "dst_blocks", i);
+      add_writer(index_, args_.dst_blocks, i);
+    }
+    plan_.destinations.assign(args_.dst_blocks.begin(), args_.dst_blocks.end());
+    for (std::size_t i = 0; i < num_moves_; ++i) {
+      const std::int64_t block = args_.dst_blocks[i];
+      if (block == kChooseBlock || does_nothing(i)) continue;
+      KVSPAN_CHECK_ARG(ref_count(block) == 0, "dst_blocks[", i,
+                       "]: expected an unreferenced block, got block ", block, " with ",
+                       ref_count(block), " references");
+    }
+  }
+
+  // Free and scratch blocks: distinct, unreferenced, and no move's source or destination.
+  void check_spare_blocks() const {
+    if (args_.free_blocks.empty() && args_.scratch_blocks.empty()) return;
+    BlockIndex spare(args_.free_blocks.size() + args_.scratch_blocks.size(),
+                     largest(args_.free_blocks, largest(args_.scratch_blocks, 0)));
+    for (const auto& [blocks, name] : {std::pair{args_.free_blocks, "free_blocks"},
+                                       std::pair{args_.scratch_blocks, "scratch_blocks"}}) {
+      for (std::size_t i = 0; i < blocks.size(); ++i) {
+        const std::int64_t block = blocks[i];
+        check_block(block, name, i);
+        KVSPAN_CHECK_ARG(std::exchange(spare[block].writer, 0) < 0, name, "[", i,
+                         "]: expected a block that is not free or scratch already, got block ",
+                         block);
+        KVSPAN_CHECK_ARG(index_.find(block).writer < 0, name, "[", i, "]: block ", block,
+                         " is also a destination");
+        KVSPAN_CHECK_ARG(ref_count(block) == 0, name, "[", i,
+                         "]: expected an unreferenced block, got block ", block, " with ",
+                         ref_count(block), " references");
+      }
+    }
+    for (std::size_t i = 0; i < num_moves_; ++i) {
+      KVSPAN_CHECK_ARG(spare.find(args_.src_blocks[i]).writer < 0, "src_blocks[", i, "]: block ",
+                       args_.src_blocks[i], " is also a free or scratch block");
+    }
+  }
+
+  void choose_destinations() {
+    std::size_t num_open = 0;
+    const auto take_source = [&](std::size_t i) {
+      const std::int64_t block = args_.src_blocks[i];
+      std::int32_t& writer = index_[block].writer;
+      if (writer >= 0 || ref_count(block) > 0) return false;
+      writer = static_cast<std::int32_t>(i);
+      plan_.destinations[i] = block;
+      return true;
+    };
+    for (std::size_t i = 0; i < num_moves_; ++i) {
+      if (args_.dst_blocks[i] != kChooseBlock) continue;
+      if (args_.deltas[i] != 0 || !take_source(i)) ++num_open;
+    }
+    if (num_open == 0) return;
+    std::size_t num_chosen = 0;
+    std::size_t num_wanted = 0;
+    for (std::size_t i = 0; i < num_moves_; ++i) {
+      if (plan_.destinations[i] != kChooseBlock || take_source(i)) continue;
+      if (++num_wanted > args_.free_blocks.size()) continue;
+      plan_.destinations[i] = args_.free_blocks[num_chosen++];
+    }
+    KVSPAN_CHECK_ARG(num_wanted <= args_.free_blocks.size(), "free_blocks: expected at least ",
+                     num_wanted, " for the moves whose destination is to be chosen, got ",
+                     args_.free_blocks.size());
+  }
+
+  void count_generations() {
+    plan_.generations.resize(num_moves_);
+    for (std::size_t i = 0; i < num_moves_; ++i) {
+      const std::int64_t block = args_.src_blocks[i];
+      const std::int64_t before = args_.generations.empty() ? 0 : args_.generations[block];
+      KVSPAN_CHECK_ARG(before >= 0, "generations[", block, "]: expected 0 or more, got ", before);
+      plan_.generations[i] = before + (args_.deltas[i] != 0);
+      KVSPAN_CHECK_ARG(
+          args_.deltas[i] == 0 || before < args_.max_generations, "src_blocks[", i,
+          "]: expected a block rotated fewer than max_generations = ", args_.max_generations,
+          " times, got block ", block, " rotated ", before, " times");
+    }
+  }
+
+  // The move that overwrites each move's source, and so must wait for it. Readers of a block that
+  // is only rotated by nothing wait for nobody: that move is left out.
+  Int32Vector find_successors() {
+    Int32Vector successor(num_moves_, kNoMove);
+    kinds_.assign(num_moves_, StepKind::kCopy);
+    for (std::size_t i = 0; i < num_moves_; ++i) {
+      const auto move = static_cast<std::int32_t>(i);
+      const bool in_place = plan_.destinations[i] == args_.src_blocks[i];
+      BlockIndex::Entry& entry = index_[args_.src_blocks[i]];
+      if (entry.reader < 0) {
+        entry.reader = move;
+      } else {
+        kinds_[in_place ? std::exchange(entry.reader, move) : move] = StepKind::kDuplicate;
+      }
+      if (in_place) kinds_[i] = StepKind::kInPlace;
+      if (does_nothing(i)) {
+        successor[i] = kLeftOut;
+      } else if (entry.writer >= 0 && entry.writer != move && !does_nothing(entry.writer)) {
+        successor[i] = entry.writer;
+      }
+    }
+    return successor;
+  }
+
+  // A block on a cycle goes to the cycle's move; the others duplicate it.
+  void finish_kinds(const Schedule& schedule) {
+    for (const std::int32_t step : schedule.cycle_steps) {
+      const std::int32_t move = schedule.move_of[step];
+      BlockIndex::Entry& entry = index_[args_.src_blocks[move]];
+      if (entry.reader == move) continue;
+      kinds_[std::exchange(entry.reader, move)] = StepKind::kDuplicate;
+      kinds_[move] = StepKind::kCopy;
+    }
+  }
+
+  std::int64_t slot_block(const SavedBlock& saved) const {
+    return saved.on_host ? saved.slot : args_.scratch_blocks[saved.slot];
+  }
+
+  void write_steps(const Schedule& schedule) {
+    const std::size_t num_steps = schedule.steps.size();
+    plan_.kinds.resize(num_steps);
+    plan_.src_blocks.resize(num_steps);
+    plan_.dst_blocks.resize(num_steps);
+    plan_.deltas.resize(num_steps);
+    plan_.moves.resize(num_steps);
+    const auto write = [&](std::size_t at, StepKind kind, std::int64_t src, std::int64_t dst,
+                           std::int64_t delta, std::int64_t move) {
+      plan_.kinds[at] = kind;
+      plan_.src_blocks[at] = src;
+      plan_.dst_blocks[at] = dst;
+      plan_.deltas[at] = delta;
+      plan_.moves[at] = move;
+    };
+    const auto num_moves = static_cast<std::int32_t>(num_moves_);
+    for (std::size_t at = 0; at < num_steps; ++at) {
+      const std::int32_t step = schedule.steps[at];
+      if (step >= num_moves) {
+        const SavedBlock& saved = schedule.saved[step - num_moves];
+        write(at, saved.on_host ? StepKind::kToHost : StepKind::kToScratch,
+              plan_.destinations[schedule.move_of[saved.writer]], slot_block(saved), 0, -1);
+        continue;
+      }
+      const std::int32_t move = schedule.move_of[step];
+      StepKind kind = kinds_[move];
+      std::int64_t src = args_.src_blocks[move];
+      if (const std::int32_t s = schedule.saved.empty() ? -1 : schedule.reads_saved[step]; s >= 0) {
+        kind = schedule.saved[s].on_host ? StepKind::kFromHost : StepKind::kFromScratch;
+        src = slot_block(schedule.saved[s]);
+      }
+      write(at, kind, src, plan_.destinations[move], args_.deltas[move], move);
+    }
+    plan_.batch_offsets.assign(schedule.batch_offsets.begin(), schedule.batch_offsets.end());
+  }
+
+  void fuse_layers() {
+    plan_.fused.resize(plan_.num_batches());
+    const std::int64_t most = args_.launch_budget / args_.num_layers;
+    for (std::int64_t b = 0; b < plan_.num_batches(); ++b) {
+      const bool fused = plan_.batch_offsets[b + 1] - plan_.batch_offsets[b] <= most;
+      plan_.fused[b] = fused;
+      plan_.stats.num_launches += fused ? 1 : args_.num_layers;
+    }
+  }
+
+  void count(const Schedule& schedule) {
+    MoveStats& stats = plan_.stats;
+    for (const StepKind kind : plan_.kinds) {
+      stats.num_copies += kind != StepKind::kInPlace;
+      stats.num_in_place += kind == StepKind::kInPlace;
+      stats.num_duplicates += kind == StepKind::kDuplicate;
+      stats.num_saved += kind == StepKind::kToScratch;
+      stats.num_staged += kind == StepKind::kToHost;
+    }
+    stats.num_cycles = schedule.num_cycles;
+    stats.largest_cycle = schedule.largest_cycle;
+    stats.scratch_used = schedule.scratch_used;
+    stats.host_used = schedule.host_used;
+  }
+
+  const PlanMovesArgs& args_;
+  const std::size_t num_moves_;
+  BlockIndex index_;             // blocks that moves read or write
+  LargeVector<StepKind> kinds_;  // [num_moves]
+  MovePlan plan_;
 };
 
-// Counting sort by batch, keeping the order within one.
-MovePlan to_plan(const std::vector<ScheduledMove>& scheduled) {
-  std::int64_t num_batches = 0;
-  for (const auto& [move, batch] : scheduled) num_batches = std::max(num_batches, batch + 1);
-  MovePlan plan;
-  plan.batch_offsets.assign(num_batches + 1, 0);
-  for (const auto& [move, batch] : scheduled) ++plan.batch_offsets[batch + 1];
-  for (std::int64_t b = 0; b < num_batches; ++b) plan.batch_offsets[b + 1] += plan.batch_offsets[b];
-  plan.src_blocks.resize(scheduled.size());
-  plan.dst_blocks.resize(scheduled.size());
-  plan.deltas.resize(scheduled.size());
-  std::vector<std::int64_t> next(plan.batch_offsets.begin(), plan.batch_offsets.end() - 1);
-  for (const auto& [move, batch] : scheduled) {
-    const std::int64_t i = next[batch]++;
-    plan.src_blocks[i] = move.src;
-    plan.dst_blocks[i] = move.dst;
-    plan.deltas[i] = move.delta;
-  }
-  return plan;
+void check_limit(std::int64_t value, std::int64_t least, const char* name) {
+  KVSPAN_CHECK_ARG(value >= least, name, ": expected ", least, " or more, got ", value);
 }
 
 }  // namespace
 
-MovePlan plan_moves(std::span<const std::int64_t> src_blocks,
-                    std::span<const std::int64_t> dst_blocks, std::span<const std::int64_t> deltas,
-                    std::span<const std::int64_t> scratch_blocks) {
-  const std::size_t n = src_blocks.size();
-  KVSPAN_CHECK_ARG(dst_blocks.size() == n, "dst_blocks: expected [", n, "] like src_blocks, got [",
-                   dst_blocks.size(), "]");
-  KVSPAN_CHECK_ARG(deltas.size() == n, "deltas: expected [", n, "] like src_blocks, got [",
-                   deltas.size(), "]");
-  const BlockIndex writers = index_writers(dst_blocks);
-  check_scratch(scratch_blocks, writers, src_blocks);
-
-  // successor[i]: the move that overwrites i's source, and so must wait for i. Readers of a block
-  // that is only rotated by nothing wait for nobody: that move is left out.
-  const auto is_noop = [&](std::size_t i) {
-    return src_blocks[i] == dst_blocks[i] && deltas[i] == 0;
-  };
-  std::vector<std::int64_t> successor(n, -1);
-  std::vector<std::int64_t> num_waiting_for(n, 0);
-  for (std::size_t i = 0; i < n; ++i) {
-    KVSPAN_CHECK_ARG(src_blocks[i] >= 0, "src_blocks[", i, "]: expected a block id >= 0, got ",
-                     src_blocks[i]);
-    const std::int64_t writer = writers.find(src_blocks[i]);
-    if (writer < 0 || writer == static_cast<std::int64_t>(i) || is_noop(writer)) continue;
-    successor[i] = writer;
-    ++num_waiting_for[writer];
-  }
-
-  std::vector<std::int64_t> batch(n, 0);
-  std::vector<char> done(n, 0);
-  std::vector<std::int64_t> ready;
-  ready.reserve(n);
-  for (std::size_t i = 0; i < n; ++i) {
-    if (num_waiting_for[i] == 0) ready.push_back(static_cast<std::int64_t>(i));
-  }
-  std::vector<ScheduledMove> scheduled;
-  scheduled.reserve(n + scratch_blocks.size());
-  for (std::size_t head = 0; head < ready.size(); ++head) {
-    const std::int64_t i = ready[head];
-    done[i] = 1;
-    if (!is_noop(i)) scheduled.push_back({{src_blocks[i], dst_blocks[i], deltas[i]}, batch[i]});
-    const std::int64_t next = successor[i];
-    if (next < 0) continue;
-    batch[next] = std::max(batch[next], batch[i] + 1);
-    if (--num_waiting_for[next] == 0) ready.push_back(next);
-  }
-
-  // Only cycles are left, and all their other readers have been scheduled.
-  ScratchPool scratch(scratch_blocks);
-  for (std::size_t first = 0; first < n; ++first) {
-    if (done[first]) continue;
-    KVSPAN_CHECK_ARG(!scratch_blocks.empty(),
-                     "scratch_blocks: the moves form a cycle through block ", src_blocks[first],
-                     ", so 1 scratch block is needed, got 0");
-    auto [save_batch, saved] = scratch.take();
-    scheduled.push_back({{src_blocks[first], saved, 0}, save_batch});
-    std::int64_t previous_batch = save_batch;
-    std::int64_t i = static_cast<std::int64_t>(first);
-    do {
-      i = successor[i];
-      done[i] = 1;
-      const bool closes = i == static_cast<std::int64_t>(first);
-      previous_batch = std::max(batch[i], previous_batch + 1);
-      scheduled.push_back(
-          {{closes ? saved : src_blocks[i], dst_blocks[i], deltas[i]}, previous_batch});
-    } while (i != static_cast<std::int64_t>(first));
-    scratch.give_back(previous_batch + 1, saved);
-  }
-  return to_plan(scheduled);
+MovePlan plan_moves(const PlanMovesArgs& args) {
+  const std::size_t n = args.src_blocks.size();
+  KVSPAN_CHECK_ARG(n <= kMaxMoves, "src_blocks: expected at most ", kMaxMoves, " moves, got ", n);
+  KVSPAN_CHECK_ARG(args.dst_blocks.size() == n, "dst_blocks: expected [", n,
+                   "] like src_blocks, got [", args.dst_blocks.size(), "]");
+  KVSPAN_CHECK_ARG(args.deltas.size() == n, "deltas: expected [", n, "] like src_blocks, got [",
+                   args.deltas.size(), "]");
+  check_limit(args.host_blocks, 0, "host_blocks");
+  check_limit(args.num_layers, 1, "num_layers");
+  check_limit(args.launch_budget, 1, "launch_budget");
+  check_limit(args.max_depth, 2, "max_depth");
+  check_limit(args.max_generations, 0, "max_generations");
+  return Planner(args).run();
 }
 
 void check_independent_moves(std::span<const std::int64_t> src_blocks,
                              std::span<const std::int64_t> dst_blocks, bool same_tensor) {
-  const BlockIndex writers = index_writers(dst_blocks);
+  BlockIndex index(dst_blocks.size(), largest(dst_blocks, 0));
+  for (std::size_t i = 0; i < dst_blocks.size(); ++i) add_writer(index, dst_blocks, i);
   if (!same_tensor) return;
   for (std::size_t i = 0; i < src_blocks.size(); ++i) {
-    const std::int64_t writer = writers.find(src_blocks[i]);
+    const std::int64_t writer = index.find(src_blocks[i]).writer;
     KVSPAN_CHECK_ARG(writer < 0 || writer == static_cast<std::int64_t>(i), "block ", src_blocks[i],
                      " is read by move ", i, " and written by move ", writer,
                      "; order the moves with plan_moves and run its batches one by one");

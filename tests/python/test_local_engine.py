@@ -145,12 +145,12 @@ def test_scopes_and_rotation_matter(setting, block_size: int) -> None:
 
 def test_moving_without_rotation_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with the rotation left out, a reordered prompt gives another answer."""
-    rerope_layers = ops.rerope_layers
+    run_plan = ops.run_plan
 
-    def copy_only(*args, **options):
-        rerope_layers(*args[:-1], [torch.empty(0) for _ in args[-1]], **options)
+    def copy_only(plan, keys, values, inv_freq, **options):
+        run_plan(plan, keys, values, [torch.empty(0) for _ in inv_freq], **options)
 
-    monkeypatch.setattr("kvspan.engine.runner.ops.rerope_layers", copy_only)
+    monkeypatch.setattr("kvspan.engine.runner.ops.run_plan", copy_only)
     with open_tiny("llama", 16) as engine:
         layout = make_layout(16, [3, 1, 0, 2])
         expected = span_logprobs(tiny_model("llama"), layout, "sequential")

@@ -54,19 +54,14 @@ class KVCache:
         stream = 0
         if self.keys[0].is_cuda:
             stream = torch.cuda.current_stream(self.keys[0].device).cuda_stream
-        for batch_src, batch_dst, batch_deltas in plan.batches:
-            ops.rerope_layers(
-                self.keys,
-                self.keys,
-                self.values,
-                self.values,
-                batch_src,
-                batch_dst,
-                batch_deltas,
-                [spec.inv_freq for spec in self.specs],
-                is_neox=[spec.is_neox for spec in self.specs],
-                stream=stream,
-            )
+        ops.run_plan(
+            plan,
+            self.keys,
+            self.values,
+            [spec.inv_freq for spec in self.specs],
+            is_neox=[spec.is_neox for spec in self.specs],
+            stream=stream,
+        )
 
 
 class _Pass:

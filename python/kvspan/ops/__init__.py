@@ -20,13 +20,16 @@ from kvspan.ops.hash import (
     extend_chains,
     sha256_isas,
 )
-from kvspan.ops.moves import MovePlan, plan_moves
+from kvspan.ops.moves import CHOOSE_BLOCK, MovePlan, MoveStats, StepKind, plan_moves, run_plan
 from kvspan.ops.rerope import copy_blocks, rerope, rerope_layers, vector_isas
 
 __all__ = [
+    "CHOOSE_BLOCK",
     "BlockChain",
     "ExtraRange",
     "MovePlan",
+    "MoveStats",
+    "StepKind",
     "TokenStore",
     "built_with_xxhash",
     "copy_blocks",
@@ -36,6 +39,7 @@ __all__ = [
     "plan_moves",
     "rerope",
     "rerope_layers",
+    "run_plan",
     "sha256_isas",
     "vector_isas",
 ]
