@@ -25,7 +25,7 @@ class Row:
     name: str
     seconds: list[float]
     rate: str = ""
-    ratio: float | None = None  # baseline's median time / this one's: above 1 is faster
+    ratio: float | None = None  # the baseline's time / this one's: above 1 is faster
     target: str = ""
     missing: str = ""  # why there are no figures
 
@@ -76,10 +76,12 @@ class Bench:
         for _ in range(self.repeats):
             for name, run in contestants.items():
                 samples[name].append(_time(run, calls[name]))
-        base = statistics.median(samples[baseline])
         for name, seconds in samples.items():
             row = Row(self.section, case, name, seconds)
-            row.ratio = base / row.median
+            # Within each turn, because a busy machine changes its speed from turn to turn.
+            row.ratio = statistics.median(
+                base / own for base, own in zip(samples[baseline], seconds, strict=True)
+            )
             rates = []
             if items is not None:
                 rates.append(f"{items / row.median / 1e6:,.1f} M {unit}/s")
