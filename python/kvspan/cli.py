@@ -15,6 +15,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvspan import __version__
@@ -58,7 +59,32 @@ nothing but one JSON object, warnings included, and an error is one JSON object 
 model of every generate.
 """
 
-_DEMO_EPILOG = "Needs the extra kvspan[demo]."
+_SERVE_EPILOG = """\
+OpenAI-compatible: /v1/chat/completions, /v1/completions, /v1/models; span queries: POST them as
+JSON to /v1/query/execute (?stream=true). /health needs no key; /metrics is for Prometheus.
+A text part of a user message with "kvspan": {"span": true} is a span.
+
+An API key is read from the environment variable KVSPAN_API_KEY, or from --api-key-file; it is
+never an option's value, which other users of the machine could see.
+
+SIGTERM and Ctrl-C let running requests finish and refuse new ones (503); a second one ends all.
+"""
+
+# Name, help, epilog, and the module that has add_arguments and main.
+_LAZY_COMMANDS = (
+    (
+        "serve",
+        "serve a model over HTTP, OpenAI-compatible, with spans",
+        _SERVE_EPILOG,
+        "kvspan.serve.cli",
+    ),
+    (
+        "demo",
+        "watch a real model answer over passages, without and with reuse",
+        "Needs the extra kvspan[demo].",
+        "kvspan.demo.run",
+    ),
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -147,7 +173,8 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     _add_run(commands)
     _add_explain(commands)
     _add_schema(commands)
-    _add_demo(commands, words)
+    for name, help, epilog, module in _LAZY_COMMANDS:
+        _add_lazy(commands, words, name, help, epilog, module)
     return parser
 
 
@@ -194,7 +221,7 @@ def _add_query(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--block-size",
-        type=_whole(1),
+        type=whole(1),
         default=16,
         metavar="TOKENS",
         help="tokens per KV block; spans are padded to whole blocks (default %(default)s)",
@@ -207,16 +234,16 @@ def _add_run(commands: Any) -> None:
     parser = _add_command(commands, "run", "run a query and print its answer", _RUN_EPILOG)
     _add_query(parser)
     add = parser.add_argument
-    add("--seed", type=_whole(None), default=0, help="seed of the run (default %(default)s)")
+    add("--seed", type=whole(None), default=0, help="seed of the run (default %(default)s)")
     add(
         "--temperature",
-        type=_number(0, "0 or more"),
+        type=number(0, "0 or more"),
         metavar="T",
         help="for generates that set none: 0 is greedy (default 0.6)",
     )
     add(
         "--max-tokens",
-        type=_whole(0),
+        type=whole(0),
         metavar="N",
         help="for generates that set none (default: the engine's)",
     )
@@ -229,7 +256,7 @@ def _add_run(commands: Any) -> None:
     )
     add(
         "--concurrency",
-        type=_whole(1),
+        type=whole(1),
         default=16,
         metavar="N",
         help="calls that may run at the same time (default %(default)s)",
@@ -243,7 +270,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--kv-cache-gib",
-        type=_number(None, "more than 0"),
+        type=number(None, "more than 0"),
         default=1.0,
         metavar="GIB",
         help="memory for cached keys and values (default %(default)s)",
@@ -255,7 +282,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="type of weights and cache (auto: float32 on CPU, the checkpoint's on a GPU)",
     )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default %(default)s)")
-    add("--threads", type=_whole(1), metavar="N", help="CPU threads (default: all cores)")
+    add("--threads", type=whole(1), metavar="N", help="CPU threads (default: all cores)")
 
 
 def _add_explain(commands: Any) -> None:
@@ -277,18 +304,20 @@ def _add_schema(commands: Any) -> None:
     parser.set_defaults(command=_schema)
 
 
-def _add_demo(commands: Any, words: Sequence[str]) -> None:
-    help = "watch a real model answer over passages, without and with reuse"
-    parser = _add_command(commands, "demo", help, _DEMO_EPILOG)
-    # The demo brings its own options; it is not imported for any other command.
-    if words[:1] == ["demo"]:
-        from kvspan.demo import run as demo
+def _add_lazy(
+    commands: Any, words: Sequence[str], name: str, help: str, epilog: str, module: str
+) -> None:
+    """A command that brings its own options; its module is not imported for any other command."""
+    parser = _add_command(commands, name, help, epilog)
+    if words[:1] == [name]:
+        brought = import_module(module)
+        brought.add_arguments(parser)
+        parser.set_defaults(command=brought.main)
 
-        demo.add_arguments(parser)
-        parser.set_defaults(command=demo.main)
 
+def whole(least: int | None) -> Any:
+    """An argparse type: a whole number, from least on."""
 
-def _whole(least: int | None) -> Any:
     def parse(text: str) -> int:
         with contextlib.suppress(ValueError):
             value = int(text)
@@ -300,7 +329,9 @@ def _whole(least: int | None) -> Any:
     return parse
 
 
-def _number(least: float | None, words: str) -> Any:
+def number(least: float | None, words: str) -> Any:
+    """An argparse type: a number from least on, or above 0 for None. words: say so."""
+
     def parse(text: str) -> float:
         try:
             value = float(text)
@@ -415,7 +446,7 @@ def _line_ended(written: Callable[[], bool]) -> Iterator[None]:
 
 def open_engine_with(args: argparse.Namespace, model: str, bars: ProgressBars) -> Engine:
     """The engine that the options of ``add_engine_options`` (and ``--block-size``) describe."""
-    with _needs("local"):
+    with needs("local"):
         import torch
 
         from kvspan.engine import open_engine
@@ -433,7 +464,8 @@ def open_engine_with(args: argparse.Namespace, model: str, bars: ProgressBars) -
 
 
 @contextlib.contextmanager
-def _needs(extra: str) -> Iterator[None]:
+def needs(extra: str) -> Iterator[None]:
+    """Say which extra to install where something is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

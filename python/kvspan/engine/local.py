@@ -175,9 +175,12 @@ class LocalEngine:
 
         Raises UsageError for a prompt that the model cannot take, KvspanError when it fails.
         """
+        return await self.generate_layout(await self.lay_out(request), request, on_text)
+
+    async def lay_out(self, request: GenerateRequest) -> SpanLayout:
+        """`layout`, while the event loop goes on."""
         loop = asyncio.get_running_loop()
-        layout = await loop.run_in_executor(self._encoding, self.layout, request)
-        return await self.generate_layout(layout, request, on_text)
+        return await loop.run_in_executor(self._encoding, self.layout, request)
 
     async def generate_layout(
         self,

@@ -1,0 +1,159 @@
+"""``kvspan serve``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ipaddress
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+from kvspan.errors import KvspanError, UsageError
+from kvspan.progress import ProgressBars
+
+KEY_VARIABLE = "KVSPAN_API_KEY"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from kvspan.cli import add_engine_options, number, whole
+
+    add = parser.add_argument
+    add(
+        "--model",
+        default="demo",
+        metavar="ID_OR_PATH",
+        help="any decoder transformers can load (default: %(default)s)",
+    )
+    add(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="what requests call the model; may be given several times (default: as --model)",
+    )
+    add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    add("--port", type=whole(0), default=8000, help="0 takes a free one (default %(default)s)")
+    add("--api-key-file", metavar="FILE", help="API keys, one a line; any of them is accepted")
+    add(
+        "--max-requests",
+        type=whole(1),
+        default=256,
+        metavar="N",
+        help="answered or waiting at the same time; others get 429 (default %(default)s)",
+    )
+    add(
+        "--max-body-mib",
+        type=number(None, "more than 0"),
+        default=16,
+        metavar="MIB",
+        help="largest request body (default %(default)s)",
+    )
+    add(
+        "--timeout",
+        type=number(None, "more than 0"),
+        default=600,
+        metavar="SECONDS",
+        help="for a request as a whole (default %(default)s)",
+    )
+    add(
+        "--drain-timeout",
+        type=number(0, "0 or more"),
+        default=30,
+        metavar="SECONDS",
+        help="for running requests to finish when the server is stopped (default %(default)s)",
+    )
+    add(
+        "--block-size",
+        type=whole(1),
+        default=16,
+        metavar="TOKENS",
+        help="tokens per KV block; spans are padded to whole blocks (default %(default)s)",
+    )
+    add_engine_options(parser)
+    add("--json", action="store_true", help="say where the server listens as one JSON object")
+    add("--quiet", action="store_true", help="no progress, notes or warnings")
+
+
+def main(args: argparse.Namespace) -> int:
+    from kvspan.cli import needs, open_engine_with
+
+    with needs("serve"):
+        from kvspan.engine.local import LocalEngine
+        from kvspan.serve.server import bind, serve, url_of
+        from kvspan.serve.service import Service, Settings
+
+    def say(line: str) -> None:
+        if not args.quiet:
+            with contextlib.suppress(OSError, ValueError):
+                print(f"kvspan: {line}", file=sys.stderr, flush=True)
+
+    keys = read_keys(args.api_key_file)
+    names = tuple(dict.fromkeys(args.served_model_name or [args.model]))
+    if "" in names:
+        raise UsageError("--served-model-name is empty", expected="a model's name")
+    settings = Settings(
+        names=names,
+        keys=keys,
+        max_body_bytes=int(args.max_body_mib * 2**20),
+        max_requests=args.max_requests,
+        timeout=args.timeout,
+        drain=args.drain_timeout,
+    )
+    if args.port > 65535:
+        raise UsageError("bad --port", expected="0 to 65535", found=str(args.port))
+    with contextlib.closing(bind(args.host, args.port)) as listener:
+        if not keys and not is_loopback(listener):
+            say(
+                f"warning: {args.host} can be reached from other machines and no API key is set: "
+                f"everybody who reaches it is served (set {KEY_VARIABLE} or --api-key-file)"
+            )
+        with ProgressBars(args.quiet) as bars:
+            engine = open_engine_with(args, args.model, bars)
+        assert isinstance(engine, LocalEngine)
+        engine.progress = None  # bars of many requests at once would tell nothing
+
+        def ready() -> None:
+            url = url_of(listener)
+            if args.json:
+                print(json.dumps({"url": url, "models": names, "key": bool(keys)}), flush=True)
+            with_key = "with an API key" if keys else "without an API key"
+            say(f"serving {', '.join(names)} at {url}/v1, {with_key}")
+
+        try:
+            serve(Service(engine, settings), listener, ready, say)
+        finally:
+            engine.close()
+    say("stopped")
+    return 0
+
+
+def read_keys(file: str | None) -> tuple[str, ...]:
+    """The keys of the environment and of a file; lines that start with # are none."""
+    keys = []
+    if (own := os.environ.get(KEY_VARIABLE)) is not None:
+        if not own.strip():
+            raise UsageError(f"{KEY_VARIABLE} is set and empty", expected="a key, or no variable")
+        keys.append(own.strip())
+    if file is not None:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"cannot read the API keys: {reason}", source=file) from None
+        found = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
+        if not found:
+            raise UsageError("no API key in the file", source=file)
+        keys += found
+    for key in keys:
+        if not (key.isascii() and key.isprintable()) or " " in key:
+            raise UsageError("an API key holds characters that HTTP cannot send")
+    return tuple(keys)
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    try:
+        return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+    except ValueError as error:
+        raise KvspanError(f"not an address: {error}") from None

@@ -1,0 +1,179 @@
+"""The state of a server: its engine, its limits, and the requests it is answering."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvspan.engine import Capabilities, GenerateRequest, GenerateResult
+from kvspan.serve.errors import SERVER, APIError, unknown_model
+from kvspan.serve.metrics import Metrics
+
+if TYPE_CHECKING:
+    from kvspan.engine.local import LocalEngine
+    from kvspan.layout import SpanLayout
+
+PROVIDERS = ("local/", "spnl/")  # in queries: the engine that is there
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Limits and keys. Times are seconds.
+
+    names: what the model is called here, the first being its own. keys: any of them lets a request
+    in; none lets in every request. max_requests: answered or waiting at the same time, choices and
+    prompts of one request counted one by one. timeout: of a request as a whole. body_timeout: for
+    its body to arrive. drain: for running requests to finish once the server is to stop.
+    """
+
+    names: tuple[str, ...]
+    keys: tuple[str, ...] = ()
+    max_body_bytes: int = 16 * 2**20
+    max_requests: int = 256
+    max_calls: int = 16
+    timeout: float = 600.0
+    body_timeout: float = 30.0
+    drain: float = 30.0
+    keep_alive: float = 15.0
+
+
+class Service:
+    """Implements `kvspan.engine.Engine` for the executor: counts every call, and stays open."""
+
+    def __init__(self, engine: LocalEngine, settings: Settings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.metrics = Metrics(engine)
+        self.draining = False
+        self.started = int(time.time())
+        self._units = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def check_key(self, header: str | None) -> None:
+        """Raises APIError unless the Authorization header holds one of the keys."""
+        if not self.settings.keys:
+            return
+        scheme, _, key = (header or "").partition(" ")
+        given = key.strip().encode("utf-8", "surrogateescape")
+        # Every key is compared, in constant time: how long it takes tells nothing.
+        fits = [hmac.compare_digest(given, known.encode()) for known in self.settings.keys]
+        if scheme.lower() != "bearer" or not any(fits):
+            raise APIError(
+                401,
+                "wrong API key" if header else "no API key: send 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+            )
+
+    def check_model(self, model: str) -> None:
+        """Raises UnknownModelError unless it is served here."""
+        names = self.settings.names
+        plain = next((model[len(p) :] for p in PROVIDERS if model.startswith(p)), model)
+        if model not in names and plain not in names:
+            raise unknown_model(model, names)
+
+    @property
+    def running(self) -> int:
+        """Requests that are being answered."""
+        return len(self._tasks)
+
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[Callable[[int], None]]:
+        """While a request is answered. Yields what takes further units of the limit.
+
+        Raises APIError when the server is full (429) or about to stop (503).
+        """
+        taken = 0
+        most = self.settings.max_requests
+
+        def take(units: int) -> None:
+            nonlocal taken
+            if taken + units > most:
+                raise APIError(
+                    400,
+                    f"expected at most {most} answers in one request; found {taken + units}",
+                    code="invalid_value",
+                )
+            if self._units + units > most:
+                raise APIError(
+                    429,
+                    f"the server is full: {self._units} of {most} requests are being answered",
+                    type="rate_limit_error",
+                    code="too_many_requests",
+                    retry_after=1,
+                )
+            self._units += units
+            taken += units
+
+        if self.draining:
+            raise APIError(
+                503, "the server is shutting down", type=SERVER, code="shutting_down", retry_after=5
+            )
+        take(1)
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self.metrics.in_flight.inc()
+        try:
+            yield take
+        finally:
+            self._units -= taken
+            self._tasks.discard(task)
+            self.metrics.in_flight.dec()
+
+    async def drain(self, give_up: asyncio.Event) -> int:
+        """Take no further requests and wait for the running ones; how many were cut short.
+
+        give_up: ends the waiting before its time.
+        """
+        self.draining = True
+        deadline = asyncio.get_running_loop().time() + self.settings.drain
+        while self._tasks and not give_up.is_set():
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                break
+            stop = asyncio.ensure_future(give_up.wait())
+            await asyncio.wait(
+                [*self._tasks, stop], timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+            stop.cancel()
+        cut = list(self._tasks)
+        for task in cut:
+            task.cancel()
+        if cut:
+            await asyncio.wait(cut, timeout=5)
+        return len(cut)
+
+    # --- the engine, counted ---------------------------------------------------------------------
+
+    async def generate(
+        self, request: GenerateRequest, on_text: Callable[[str], None] | None = None
+    ) -> GenerateResult:
+        result = await self.engine.generate(request, on_text)
+        self.metrics.record(result)
+        return result
+
+    async def generate_layout(
+        self,
+        layout: SpanLayout,
+        request: GenerateRequest,
+        on_text: Callable[[str], None] | None = None,
+    ) -> GenerateResult:
+        result = await self.engine.generate_layout(layout, request, on_text)
+        self.metrics.record(result)
+        return result
+
+    async def prepare(self, request: GenerateRequest) -> GenerateResult:
+        result = await self.engine.prepare(request)
+        self.metrics.record(result)
+        return result
+
+    def capabilities(self) -> Capabilities:
+        return self.engine.capabilities()
+
+    def close(self) -> None:
+        """Nothing: the engine outlives the queries that run on it."""
