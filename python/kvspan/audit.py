@@ -42,7 +42,8 @@ class AuditLog:
     ) -> None:
         self.write = write
         self.rules = list(dict.fromkeys(fired.rule for fired in trace))
-        self.moved = [move for fired in trace for move in fired.moved]
+        wanted = write is not None
+        self.moved = [(str(p), order) for f in trace for p, order in f.moved if wanted]
         self.order = order
         self.nested = nested
 

@@ -44,7 +44,7 @@ class FakeEngine:
     """Takes ``ticks`` turns of the event loop per call, or until ``gate`` opens.
 
     events: ("start" | "end" | "cancel", path) in the order they came. most: calls that ran at the
-    same time, at the most.
+    same time, at the most. prepared: paths of the calls that were to fill the cache only.
     """
 
     answer: Answer = digest_answer
@@ -55,6 +55,7 @@ class FakeEngine:
     running: int = 0
     most: int = 0
     closed: int = 0
+    prepared: list[str] = field(default_factory=list)
 
     async def generate(
         self, request: GenerateRequest, on_text: Callable[[str], None] | None = None
@@ -89,6 +90,7 @@ class FakeEngine:
         )
 
     async def prepare(self, request: GenerateRequest) -> GenerateResult:
+        self.prepared.append(request.path)
         return await self.generate(request)
 
     def layout(self, request: GenerateRequest) -> Any:

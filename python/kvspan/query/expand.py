@@ -23,9 +23,10 @@ from kvspan.query.nodes import (
     Path,
     Plus,
     User,
+    each,
     fold,
+    kinds_in,
     transform,
-    walk,
 )
 
 # Nested repeats multiply; beyond this many nodes a query is a mistake.
@@ -46,7 +47,7 @@ def expand(query: Node) -> Node:
 
 def strip_reduce(query: Node) -> Node:
     """A reduce that nobody split is its judge over all spans."""
-    if not any(isinstance(node, Reduce) for _, node in walk(query)):
+    if "reduce" not in kinds_in(query):
         return query
     return transform(query, lambda node, path: node.judge if isinstance(node, Reduce) else node)
 
@@ -60,9 +61,9 @@ def unroll(query: Node, native: frozenset[str] = frozenset()) -> Node:
     def stands_for_more(node: Node) -> bool:
         return isinstance(node, (Repeat, Map)) and node.kind not in native
 
-    found = [node for _, node in walk(query) if stands_for_more(node)]
-    if not found:
+    if kinds_in(query).isdisjoint({"repeat", "map"} - native):
         return query
+    found = [node for node in each(query) if stands_for_more(node)]
     if any(node.origin is None for node in found):  # type: ignore[attr-defined]
         query = mark_origins(query)
     made = 0
@@ -155,7 +156,7 @@ def pair(query: Node) -> Node:
     >>> pair(plus("x", zip_("a", "c")))
     plus(user('x'), par(user('a'), user('c')))
     """
-    if not any(isinstance(node, Zip) for _, node in walk(query)):
+    if "zip" not in kinds_in(query):
         return query
 
     def combine(node: Node, below: list[Node], path: Path) -> Node:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -24,10 +25,10 @@ from kvspan.query.nodes import (
     check_temperature,
     check_text,
     describe,
-    fold,
+    each,
+    kinds_in,
     settings_text,
     transform,
-    walk,
 )
 
 EXTENSION = "kvspan/v1"
@@ -399,7 +400,7 @@ EXTENSION_KINDS: dict[str, type[Node]] = {cls.kind: cls for cls in _EXTENSIONS}
 
 def has_generate(root: Node) -> bool:
     """Whether the tree asks a model anything."""
-    return any(isinstance(node, (Generate, Map)) for _, node in walk(root))
+    return not kinds_in(root).isdisjoint(("g", "map"))
 
 
 def mark_origins(root: Node) -> Node:
@@ -421,16 +422,13 @@ def content_keys(root: Node, *, plus_as_set: bool = False) -> dict[int, bytes]:
     Unlike ``hash`` it is the same in every process, so that orders made from it are.
     plus_as_set: whether the children of a plus count in whatever order they stand.
     """
-    import hashlib
-
     keys: dict[int, bytes] = {}
-
-    def combine(node: Node, below: list[bytes], path: Path) -> bytes:
+    for node in reversed(list(each(root))):
+        if id(node) in keys:
+            continue
+        below = [keys[id(child)] for child in node.children]
         if plus_as_set and node.kind == "plus":
-            below = sorted(below)
+            below.sort()
         own = repr((node.kind, node.own_fields(), len(below))).encode()
-        keys[id(node)] = key = hashlib.sha256(own + b"".join(below)).digest()
-        return key
-
-    fold(root, combine)
+        keys[id(node)] = hashlib.sha256(own + b"".join(below)).digest()
     return keys

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
 from kvspan.errors import UsageError
@@ -45,21 +46,23 @@ class Path:
 
     def __str__(self) -> str:
         parts: list[str] = []
-        path: Path | None = self
-        while path is not None:
-            step = path.step
-            if path.parent is None:
-                parts.append(str(step))
-            elif isinstance(step, int):
-                parts.append(f"[{step}]")
-            else:
-                plain = step.isascii() and step.replace("-", "_").isidentifier()
-                parts.append(f".{step}" if plain else f"[{step!r}]")
+        path = self
+        while path.parent is not None:
+            parts.append(_step_text(path.step))
             path = path.parent
+        parts.append(str(path.step))
         return "".join(reversed(parts))
 
     def __repr__(self) -> str:
         return f"<Path {self}>"
+
+
+@lru_cache(maxsize=4096)
+def _step_text(step: str | int) -> str:
+    if isinstance(step, int):
+        return f"[{step}]"
+    plain = step.isascii() and step.replace("-", "_").isidentifier()
+    return f".{step}" if plain else f"[{step!r}]"
 
 
 ROOT = Path(None, "$")
@@ -400,6 +403,27 @@ def walk(root: Node) -> Iterator[tuple[Path, Node]]:
             stack.append((node.child_path(path, index), children[index]))
 
 
+def each(root: Node) -> Iterator[Node]:
+    """Every node, parents before children, in document order; ``walk`` without the paths."""
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(reversed(node.children))
+
+
+_last_kinds: tuple[Node, frozenset[str]] | None = None
+
+
+def kinds_in(root: Node) -> frozenset[str]:
+    """The kinds of all nodes. Remembered for the tree that was asked about last."""
+    global _last_kinds
+    last = _last_kinds
+    if last is None or last[0] is not root:
+        last = _last_kinds = (root, frozenset({node.kind for node in each(root)}))
+    return last[1]
+
+
 def fold(
     root: Node,
     combine: Callable[[Node, list[T], Path], T],
@@ -473,4 +497,4 @@ def rebuild(root: Node, expand: Callable[[Node], Sequence[Node]]) -> Node:
 
 def count_nodes(root: Node) -> int:
     """Number of nodes."""
-    return sum(1 for _ in walk(root))
+    return sum(1 for _ in each(root))

@@ -27,7 +27,7 @@ from kvspan.errors import KvspanError
 from kvspan.query.context import Context as Context
 from kvspan.query.context import Nested, Order
 from kvspan.query.forms import mark_origins
-from kvspan.query.nodes import Node, count_nodes
+from kvspan.query.nodes import Node, Path, count_nodes
 from kvspan.query.retrieval import Retriever, desugar_retrieval
 from kvspan.query.rules import (
     desugar_chat,
@@ -76,7 +76,7 @@ class Fired:
     before: int
     after: int
     tree: Node | None = field(default=None, repr=False, compare=False)
-    moved: tuple[tuple[str, list[int]], ...] = ()
+    moved: tuple[tuple[Path, list[int]], ...] = ()
 
     def to_obj(self) -> dict[str, Any]:
         """As JSON values, without the tree."""
@@ -88,7 +88,7 @@ class Fired:
             "after": self.after,
         }
         if self.moved:
-            obj["moved"] = [{"path": path, "order": order} for path, order in self.moved]
+            obj["moved"] = [{"path": str(path), "order": order} for path, order in self.moved]
         return obj
 
 

@@ -22,7 +22,7 @@ from kvspan.query.nodes import (
     User,
     describe,
     fold,
-    walk,
+    kinds_in,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def desugar_retrieval(query: Node, context: Context) -> Node:
                  user('who?')))
     """
     retriever = context.retriever
-    if retriever is None or not any(isinstance(node, _RETRIEVES) for _, node in walk(query)):
+    if retriever is None or kinds_in(query).isdisjoint(("augment", "retrieve")):
         return query
     found: dict[tuple[str, Corpus], tuple[str, ...]] = {}
     places = _places(query)
@@ -95,13 +95,14 @@ def desugar_retrieval(query: Node, context: Context) -> Node:
         anchor = anchors[id(asker)]
         if anchor is None:
             return [spans]
+        place = node.child_path(path, 0).parent or path
         calls = tuple(
             Generate(
                 asker.model,
                 Cross((*anchor, Plus((User(text),)))) if anchor else Plus((User(text),)),
                 max_tokens=1,
                 temperature=0.0,
-                origin=path.child(node.kind).child("fragments").child(index),
+                origin=place.child("fragments").child(index),
             )
             for index, text in enumerate(fragments)
         )

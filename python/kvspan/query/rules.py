@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from kvspan.errors import UsageError
 from kvspan.query import expand
 from kvspan.query.context import Context
-from kvspan.query.forms import Map, Monad, Options, Zip, has_generate
+from kvspan.query.forms import Map, Monad, Options, has_generate
 from kvspan.query.nodes import (
     ROOT,
     Cross,
@@ -23,9 +23,10 @@ from kvspan.query.nodes import (
     Seq,
     Text,
     User,
+    each,
+    kinds_in,
     rebuild,
     transform,
-    walk,
 )
 
 
@@ -62,6 +63,9 @@ def drop_empty(query: Node, context: Context) -> Node:
         kept = tuple(child for child in node.items if not _is_empty(child))
         return node if len(kept) == len(node.items) else node.with_children(kept)
 
+    # Children only become empty by dropping what is in them, so the leaves tell.
+    if not any(_is_empty(node) for node in each(query)):
+        return query
     return transform(query, drop)
 
 
@@ -80,7 +84,7 @@ def flatten_plus(query: Node, context: Context) -> Node:
     >>> flatten_plus(plus("a", plus("b", plus("c")), "d"), Context())
     plus(user('a'), user('b'), user('c'), user('d'))
     """
-    return rebuild(query, lambda node: _flat(node, Plus))
+    return rebuild(query, lambda node: _flat(node, Plus)) if _nested(query, Plus) else query
 
 
 def flatten_seq(query: Node, context: Context) -> Node:
@@ -90,7 +94,14 @@ def flatten_seq(query: Node, context: Context) -> Node:
     >>> flatten_seq(seq("a", seq("b", "c"), "d"), Context())
     seq(user('a'), user('b'), user('c'), user('d'))
     """
-    return rebuild(query, lambda node: _flat(node, Seq))
+    return rebuild(query, lambda node: _flat(node, Seq)) if _nested(query, Seq) else query
+
+
+def _nested(query: Node, cls: type[Join]) -> bool:
+    return cls.kind in kinds_in(query) and any(
+        isinstance(node, cls) and any(isinstance(child, cls) for child in node.items)
+        for node in each(query)
+    )
 
 
 def _flat(node: Node, cls: type[Join]) -> Sequence[Node]:
@@ -123,7 +134,7 @@ def flatten_cross(query: Node, context: Context) -> Node:
             flat.extend(flat.pop().children)
         return flat
 
-    return rebuild(query, expand)
+    return rebuild(query, expand) if _nested(query, Cross) else query
 
 
 def unroll(query: Node, context: Context) -> Node:
@@ -134,7 +145,7 @@ def unroll(query: Node, context: Context) -> Node:
     plus(g('M', user('a')), g('M', user('a')))
     """
     # The sides of a zip are paired item by item, so they have to be written out.
-    paired = any(isinstance(node, Zip) for _, node in walk(query))
+    paired = "zip" in kinds_in(query)
     return expand.unroll(query, frozenset() if paired else context.native)
 
 

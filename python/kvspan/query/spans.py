@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from kvspan.errors import UsageError
@@ -16,11 +16,13 @@ from kvspan.query.nodes import (
     Path,
     Plus,
     Text,
+    each,
     fold,
+    kinds_in,
     transform,
-    walk,
 )
 
+_Key = tuple[bool, str, bytes]
 ROUNDS = "rounds"  # the step in the origin of a call that a reduction was split into
 
 
@@ -31,7 +33,7 @@ def split_reduce(query: Node, context: Context) -> Node:
     >>> split_reduce(reduce(g("M", plus("a", "b", "c")), 2), Context())
     g('M', plus(g('M', plus(user('a'), user('b'))), user('c')))
     """
-    if not any(isinstance(node, Reduce) for _, node in walk(query)):
+    if "reduce" not in kinds_in(query):
         return query
     return transform(
         query, lambda node, path: _tree(node, path) if isinstance(node, Reduce) else node
@@ -130,7 +132,7 @@ def _whole(node: Node) -> Node:
 
 
 def _asks(node: Node) -> bool:
-    return any(isinstance(item, (Generate, Map)) for _, item in walk(node))
+    return any(isinstance(item, (Generate, Map)) for item in each(node))
 
 
 def _in_rounds(node: Generate) -> bool:
@@ -160,68 +162,102 @@ def order_spans(query: Node, context: Context) -> Node:
     >>> order_spans(g("M", plus("b", "a")), Context())
     g('M', plus(user('a'), user('b')))
     """
-    return _order(query, context)[0]
-
-
-def moves(query: Node, context: Context) -> tuple[tuple[str, list[int]], ...]:
-    """What ``order_spans`` does: of each plus it changes, the path and the spans' old indexes.
-
-    >>> from kvspan.query.builders import g, plus
-    >>> moves(g("M", plus("b", "c", "a")), Context())
-    (('$.g.input.plus', [2, 0, 1]),)
-    """
-    return tuple((str(path.child("plus")), order) for path, order in _order(query, context)[1])
-
-
-def _order(query: Node, context: Context) -> tuple[Node, list[tuple[Path, list[int]]]]:
-    moved: list[tuple[Path, list[int]]] = []
-    if not any(isinstance(node, Plus) for _, node in walk(query)):
-        return query, moved
+    if not {"plus", "g"} <= kinds_in(query):
+        return query
     keys = span_keys(query)
+    if all(_new_order(node, keys) is None for node, _ in _sortable(query, context)):
+        return query
     results: list[Node] = []
-    # A node with its path and what holds for it: whether it stands in a prompt, and whether the
-    # order is pinned. Then how many of the last results are its children; -1: not opened yet.
-    stack: list[tuple[Node, Path, bool, bool, int]]
-    stack = [(query, ROOT, False, context.order == "pinned", -1)]
+    # A node with what holds for it: whether it stands in a prompt, and whether order is pinned.
+    # Then how many of the last results are its children; -1: not opened yet.
+    stack: list[tuple[Node, bool, bool, int]] = [(query, False, context.order == "pinned", -1)]
     while stack:
-        node, path, inside, pinned, waiting = stack.pop()
+        node, inside, pinned, waiting = stack.pop()
         if waiting >= 0:
             below = results[len(results) - waiting :]
             del results[len(results) - waiting :]
             same = all(a is b for a, b in zip(node.children, below, strict=True))
-            if isinstance(node, Plus) and inside and not pinned:
-                children = [keys[id(child)] for child in node.items]
-                order = sorted(range(len(below)), key=children.__getitem__)
-                if order != sorted(order):
-                    moved.append((path, order))
-                    below, same = [below[index] for index in order], False
+            if inside and not pinned and (order := _new_order(node, keys)) is not None:
+                below, same = [below[index] for index in order], False
             results.append(node if same else node.with_children(below))
             continue
-        if isinstance(node, Options) and node.order is not None:
-            pinned = node.order == "pinned"
-        stack.append((node, path, inside, pinned, len(node.children)))
-        inside = inside or isinstance(node, Generate)
-        for index in range(len(node.children) - 1, -1, -1):
-            child = node.children[index]
-            stack.append((child, node.child_path(path, index), inside, pinned, -1))
-    return results[0], moved
+        stack.append((node, inside, pinned, len(node.children)))
+        inside, pinned = _below(node, inside, pinned)
+        stack.extend((child, inside, pinned, -1) for child in reversed(node.children))
+    return results[0]
 
 
-def span_keys(query: Node) -> dict[int, tuple[bool, str, bytes]]:
+def moves(query: Node, context: Context) -> tuple[tuple[Path, list[int]], ...]:
+    """What ``order_spans`` does: of each plus it changes, the path and the spans' old indexes.
+
+    >>> from kvspan.query.builders import g, plus
+    >>> moves(g("M", plus("b", "c", "a")), Context())
+    ((<Path $.g.input.plus>, [2, 0, 1]),)
+    """
+    keys = span_keys(query)
+    orders = ((path, _new_order(node, keys)) for node, path in _sortable(query, context))
+    return tuple((path.child("plus"), order) for path, order in orders if order is not None)
+
+
+def _new_order(node: Node, keys: dict[int, _Key]) -> list[int] | None:
+    """Old indexes of a plus' children in their new order; None if they have it already."""
+    if not isinstance(node, Plus):
+        return None
+    children = [keys[id(child)] for child in node.items]
+    order = sorted(range(len(children)), key=children.__getitem__)
+    return None if order == list(range(len(children))) else order
+
+
+def _below(node: Node, inside: bool, pinned: bool) -> tuple[bool, bool]:
+    """What holds for the children of a node: standing in a prompt, and pinned."""
+    if isinstance(node, Options) and node.order is not None:
+        pinned = node.order == "pinned"
+    # What a monad asks for stands in no prompt.
+    return isinstance(node, Generate) or (inside and not isinstance(node, Monad)), pinned
+
+
+def _sortable(query: Node, context: Context) -> Iterator[tuple[Plus, Path]]:
+    """Every plus in a prompt whose order is not pinned."""
+    stack: list[tuple[Node, Path, bool, bool]]
+    stack = [(query, ROOT, False, context.order == "pinned")]
+    while stack:
+        node, path, inside, pinned = stack.pop()
+        if isinstance(node, Plus) and inside and not pinned:
+            yield node, path
+        inside, pinned = _below(node, inside, pinned)
+        children = node.children
+        for index in range(len(children) - 1, -1, -1):
+            child = children[index]
+            if child.children:  # a leaf has no plus in it
+                stack.append((child, node.child_path(path, index), inside, pinned))
+
+
+_last_keys: tuple[Node, dict[int, _Key]] | None = None
+
+
+def span_keys(query: Node) -> dict[int, _Key]:
     """What the children of a plus are sorted by, for every node, by id.
 
     Effects come first, then the first text of a node counts, then a digest of all it holds. The
-    order of a plus inside of a node does not change its place.
+    order of a plus inside of a node does not change its place. Remembered for the last query.
     """
+    global _last_keys
+    last = _last_keys
+    if last is None or last[0] is not query:
+        last = _last_keys = (query, _span_keys(query))
+    return last[1]
+
+
+def _span_keys(query: Node) -> dict[int, _Key]:
     digests = content_keys(query, plus_as_set=True)
-    keys: dict[int, tuple[bool, str, bytes]] = {}
-
-    def combine(node: Node, below: list[str], path: Path) -> str:
-        texts = sorted(below) if isinstance(node, Plus) else below
-        lead = node.text if isinstance(node, Text) else next((t for t in texts if t), "")
-        effect = isinstance(node, (Monad, Print))
-        keys[id(node)] = (not effect, lead, digests[id(node)])
-        return lead
-
-    fold(query, combine)
+    leads: dict[int, str] = {}
+    keys: dict[int, _Key] = {}
+    for node in reversed(list(each(query))):
+        if isinstance(node, Text):
+            lead = node.text
+        else:
+            texts = [leads[id(child)] for child in node.children]
+            lead = next(filter(None, sorted(texts) if isinstance(node, Plus) else texts), "")
+        leads[id(node)] = lead
+        keys[id(node)] = (not isinstance(node, (Monad, Print)), lead, digests[id(node)])
     return keys
