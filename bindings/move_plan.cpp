@@ -14,7 +14,7 @@ namespace {
 
 // A read-only array of the vector's elements that keeps the plan alive.
 template <typename Element, typename T>
-py::array view(const py::object& plan, const std::vector<T>& elements) {
+py::array view(const py::object& plan, const LargeVector<T>& elements) {
   static_assert(sizeof(Element) == sizeof(T));
   py::array_t<Element> array(static_cast<py::ssize_t>(elements.size()),
                              reinterpret_cast<const Element*>(elements.data()), plan);

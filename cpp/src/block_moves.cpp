@@ -40,7 +40,7 @@ class Planner {
     check_spare_blocks();
     choose_destinations();
     count_generations();
-    const Schedule schedule =
+    Schedule schedule =
         schedule_moves(find_successors(),
                        {.max_batch_size = args_.launch_budget,
                         .max_depth = args_.max_depth,
@@ -197,7 +197,7 @@ class Planner {
     return saved.on_host ? saved.slot : args_.scratch_blocks[saved.slot];
   }
 
-  void write_steps(const Schedule& schedule) {
+  void write_steps(Schedule& schedule) {
     const std::size_t num_steps = schedule.steps.size();
     plan_.kinds.resize(num_steps);
     plan_.src_blocks.resize(num_steps);
@@ -230,7 +230,7 @@ class Planner {
       }
       write(at, kind, src, plan_.destinations[move], args_.deltas[move], move);
     }
-    plan_.batch_offsets.assign(schedule.batch_offsets.begin(), schedule.batch_offsets.end());
+    plan_.batch_offsets = std::move(schedule.batch_offsets);
   }
 
   void fuse_layers() {

@@ -1,5 +1,7 @@
 #include "kvspan/graph.h"
 
+#include <algorithm>
+
 namespace kvspan {
 namespace {
 
@@ -11,6 +13,7 @@ struct CsrEdges {
   std::int32_t first_edge(std::int32_t node) const { return graph.offsets[node]; }
   std::int32_t end_edge(std::int32_t node) const { return graph.offsets[node + 1]; }
   std::int32_t target(std::int32_t edge) const { return graph.targets[edge]; }
+  void prefetch_targets(std::int32_t, std::span<const std::int32_t>) const {}
 };
 
 struct SuccessorEdges {
@@ -20,7 +23,16 @@ struct SuccessorEdges {
   std::int32_t first_edge(std::int32_t node) const { return node; }
   std::int32_t end_edge(std::int32_t node) const { return node + (successor[node] >= 0); }
   std::int32_t target(std::int32_t edge) const { return successor[edge]; }
+  // What a search from the node looks at after it.
+  void prefetch_targets(std::int32_t node, std::span<const std::int32_t> state) const {
+    const std::int32_t next = successor[node];
+    if (next < 0) return;
+    __builtin_prefetch(&state[next]);
+    __builtin_prefetch(&successor[next]);
+  }
 };
+
+constexpr std::int32_t kPrefetchDistance = 16;
 
 // A node whose edges are being followed.
 struct Frame {
@@ -56,6 +68,7 @@ Components find_components(const Edges& edges) {
   };
 
   for (std::int32_t first = 0; first < num_nodes; ++first) {
+    edges.prefetch_targets(std::min(first + kPrefetchDistance, num_nodes - 1), lowest);
     if (lowest[first] != 0) continue;
     enter(first);
     while (!path.empty()) {

@@ -42,8 +42,8 @@ void expect_right(const Ids& src, const Ids& dst, const Ids& deltas, const Ids& 
     Ids order(plan.batch_offsets[batch + 1] - plan.batch_offsets[batch]);
     ASSERT_FALSE(order.empty());
     std::iota(order.begin(), order.end(), plan.batch_offsets[batch]);
-    const auto part = [&](const Ids& all) {
-      return std::span(all).subspan(order.front(), order.size());
+    const auto part = [&](std::span<const std::int64_t> all) {
+      return all.subspan(order.front(), order.size());
     };
     ASSERT_NO_THROW(check_independent_moves(part(plan.src_blocks), part(plan.dst_blocks), true));
     std::shuffle(order.begin(), order.end(), random);

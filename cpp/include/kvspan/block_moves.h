@@ -45,7 +45,8 @@
 #include <cstdint>
 #include <limits>
 #include <span>
-#include <vector>
+
+#include "kvspan/large_vector.h"
 
 namespace kvspan {
 
@@ -99,16 +100,16 @@ struct MoveStats {
 
 // Batch b holds the steps batch_offsets[b] to batch_offsets[b + 1] - 1; none is empty.
 struct MovePlan {
-  std::vector<StepKind> kinds;              // [num_steps]
-  std::vector<std::int64_t> src_blocks;     // [num_steps]
-  std::vector<std::int64_t> dst_blocks;     // [num_steps]
-  std::vector<std::int64_t> deltas;         // [num_steps], tokens
-  std::vector<std::int64_t> moves;          // [num_steps], the move that a step completes, or -1
-  std::vector<std::int64_t> batch_offsets;  // [num_batches + 1]
-  std::vector<std::uint8_t> fused;          // [num_batches], 1: one launch for all layers
+  LargeVector<StepKind> kinds;              // [num_steps]
+  LargeVector<std::int64_t> src_blocks;     // [num_steps]
+  LargeVector<std::int64_t> dst_blocks;     // [num_steps]
+  LargeVector<std::int64_t> deltas;         // [num_steps], tokens
+  LargeVector<std::int64_t> moves;          // [num_steps], the move that a step completes, or -1
+  LargeVector<std::int64_t> batch_offsets;  // [num_batches + 1]
+  LargeVector<std::uint8_t> fused;          // [num_batches], 1: one launch for all layers
 
-  std::vector<std::int64_t> destinations;  // [num_moves], as given or chosen
-  std::vector<std::int64_t> generations;   // [num_moves], of the destination afterwards
+  LargeVector<std::int64_t> destinations;  // [num_moves], as given or chosen
+  LargeVector<std::int64_t> generations;   // [num_moves], of the destination afterwards
   MoveStats stats;
 
   std::int64_t num_batches() const { return static_cast<std::int64_t>(batch_offsets.size()) - 1; }
