@@ -54,10 +54,12 @@ Digest with_extra(const Digest& parent, std::uint8_t content, std::int64_t offse
 
 TEST(BlockHashTest, ExtraRangesFollowTheDocumentedPreimages) {
   BlockChain chain = make_chain(4);
-  // One range over three blocks, then two in one block of a span that begin and end within it.
-  const std::vector<ExtraRange> extra{
-      {2, 9, filled_digest(7)}, {13, 14, filled_digest(8)}, {14, 18, filled_digest(9)}};
-  const Keys keys = extend(chain, range_of_tokens(0, 24), {{12, 20}}, extra);
+  // One range over three blocks, two in one block of a span, one that is a whole block.
+  const std::vector<ExtraRange> extra{{2, 9, filled_digest(7)},
+                                      {13, 14, filled_digest(8)},
+                                      {14, 18, filled_digest(9)},
+                                      {20, 24, filled_digest(7)}};
+  const Keys keys = extend(chain, range_of_tokens(0, 28), {{12, 20}}, extra);
 
   const Digest first = hash_of("kvspan/1 block", {with_extra(kRoot, 7, 2, 7)}, {0, 1, 2, 3});
   const Digest second = hash_of("kvspan/1 block", {with_extra(first, 7, -2, 7)}, {4, 5, 6, 7});
@@ -67,8 +69,9 @@ TEST(BlockHashTest, ExtraRangesFollowTheDocumentedPreimages) {
       hash_of("kvspan/1 block", {with_extra(with_extra(span, 8, 1, 1), 9, 2, 4)}, {12, 13, 14, 15});
   const Digest fifth = hash_of("kvspan/1 block", {with_extra(fourth, 9, -2, 4)}, {16, 17, 18, 19});
   const Digest outer = hash_of("kvspan/1 absorb", {third, fifth});
-  const Digest sixth = hash_of("kvspan/1 block", {outer}, {20, 21, 22, 23});
-  EXPECT_EQ(keys, (Keys{first, second, third, fourth, fifth, sixth}));
+  const Digest sixth = hash_of("kvspan/1 block", {with_extra(outer, 7, 0, 4)}, {20, 21, 22, 23});
+  const Digest seventh = hash_of("kvspan/1 block", {sixth}, {24, 25, 26, 27});
+  EXPECT_EQ(keys, (Keys{first, second, third, fourth, fifth, sixth, seventh}));
 }
 
 TEST(BlockHashTest, AnExtraRangeAcrossASpansEdgeEntersBothSides) {
@@ -102,11 +105,11 @@ TEST(BlockHashTest, SplittingCallsChangesNothing) {
 }
 
 TEST(BlockHashTest, ExtraRangesOfAnUnfinishedBlockAreKept) {
-  const std::vector<ExtraRange> extra{{1, 2, filled_digest(7)}, {5, 6, filled_digest(8)}};
+  const std::vector<ExtraRange> extra{{0, 1, filled_digest(7)}, {4, 5, filled_digest(8)}};
   BlockChain whole = make_chain();
   const Keys expected = extend(whole, range_of_tokens(0, 12), {}, extra);
-  for (int cut_1 = 2; cut_1 <= 5; ++cut_1) {
-    for (int cut_2 = 6; cut_2 <= 12; ++cut_2) {
+  for (int cut_1 = 1; cut_1 <= 4; ++cut_1) {
+    for (int cut_2 = 5; cut_2 <= 12; ++cut_2) {
       BlockChain chain = make_chain();
       Keys keys = extend(chain, range_of_tokens(0, cut_1), {}, {extra[0]});
       for (const Digest& key :
