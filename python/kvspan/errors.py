@@ -24,11 +24,44 @@ def shorten_path(path: str) -> str:
     return f"{path[:_PATH_HEAD]} ... {path[-_PATH_TAIL:]}"
 
 
+def printable(text: str) -> str:
+    """Text with control characters escaped: a query must not be able to steer a terminal.
+
+    >>> printable(chr(27) + "[2J")
+    '\\\\x1b[2J'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def one_line(text: str) -> str:
+    """Text on one line that a terminal can be given."""
+    return printable(" ".join(text.split()))
+
+
 class KvspanError(Exception):
-    """A run failed. ``str()`` is one line."""
+    """A run failed. ``str()`` is ``source: path: message`` on one line.
+
+    message: what is wrong, without the place. path: JSON path into the query.
+    source: file name, or ``<stdin>``. Path and source may be None, and are then left out.
+    """
+
+    def __init__(
+        self, message: str = "", *, path: str | None = None, source: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = path
+        self.source = source
+
+    def _parts(self) -> list[str]:
+        """Places, from the widest on, and what is wrong there."""
+        return [self.source or "", shorten_path(self.path or ""), self.message]
 
     def __str__(self) -> str:
-        return " ".join(super().__str__().split())
+        *places, text = self._parts()
+        return one_line(": ".join([*filter(None, places), text]))
 
 
 class UsageError(KvspanError, ValueError):
@@ -52,24 +85,17 @@ class UsageError(KvspanError, ValueError):
         line: int | None = None,
         column: int | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.path = path
+        super().__init__(message, path=path, source=source)
         self.expected = expected
         self.found = found
-        self.source = source
         self.line = line
         self.column = column
 
-    def __str__(self) -> str:
-        place = self.source or ""
-        if self.line is not None:
-            where = f"line {self.line}, column {self.column}"
-            place = f"{place}: {where}" if place else where
-        parts = [part for part in (place, shorten_path(self.path or "")) if part]
-        text = self.message
+    def _parts(self) -> list[str]:
+        source, path, text = super()._parts()
+        where = "" if self.line is None else f"line {self.line}, column {self.column}"
         if self.expected is not None:
             text += f"; expected {self.expected}"
         if self.found is not None:
             text += f"; found {self.found}"
-        return " ".join(": ".join([*parts, text]).split())
+        return [source, where, path, text]

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvspan.engine import GenerateRequest, Placement, Scope
-from kvspan.errors import KvspanError, shorten_path
+from kvspan.errors import KvspanError, printable, shorten_path
 from kvspan.executor import plan_query
 from kvspan.query.nodes import Generate, Node, Text, count_nodes
 from kvspan.query.optimizer import Fired
@@ -275,13 +275,6 @@ def _label(node: Node) -> str:
     if node.kind == "plus":
         return f"plus ({count:,} {_plural(count, 'span')})"
     return node.kind if count else f"{node.kind} (empty)"
-
-
-def printable(text: str) -> str:
-    """Text with control characters escaped: a query must not be able to steer a terminal."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def quote(text: str, width: int = TEXT_WIDTH) -> str:

@@ -514,3 +514,15 @@ def test_explain_with_a_model_that_is_not_there(query_file, capsys, tmp_path) ->
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"kvspan: error: model {nothing}: ")
     assert err.count("\n") == 1
+
+
+def test_errors_and_warnings_cannot_steer_the_terminal(engine, tmp_path, capsys) -> None:
+    file = tmp_path / "q\x1b[2J.json"
+    file.write_text(json.dumps({"g": {"model": "M\x9b1m", "input": {"user": 3}, "no\x1b": 1}}))
+    assert cli.main(["run", str(file)]) == 2
+    assert cli.main(["run", str(file), "--lenient"]) == 2
+    assert cli.main(["run", "\x1b]0;title\x07\0"]) == 2
+    assert cli.main(["run", str(file), "--frob\x1b"]) == 2
+    err = capsys.readouterr().err
+    assert err.isascii() and err.replace("\n", "").isprintable()
+    assert "q\\x1b[2J.json" in err and "\\x1b]0;title\\x07\\x00" in err
