@@ -98,8 +98,9 @@ class SpanLayout:
     def positions(self, placement: Placement) -> npt.NDArray[np.int32]:
         """RoPE position of every token, int32 [num_tokens].
 
-        sequential: 0, 1, 2, ... parallel: every span at its canonical position, the text after
-        the first span continues after the longest span, as if the spans lay side by side.
+        sequential: 0, 1, 2, ... parallel: every span at its canonical position, as if the spans lay
+        side by side; text goes on after the longest span before it. Positions never depend on what
+        comes later, so that a cached start of a prompt serves every prompt that starts so.
         """
         if placement not in PLACEMENTS:
             raise UsageError(f"placement: expected one of {PLACEMENTS}; got {placement!r}")
@@ -107,13 +108,14 @@ class SpanLayout:
         if placement == "sequential" or not self.spans:
             return positions
         base = self.canonical_start
-        text_at = max(self.anchor_len, base + max(end - start for start, end in self.spans))
+        reach = self.anchor_len  # position after all text and the longest span so far
         for kind, start, end in self.segments():
             if kind == "span":
                 positions[start:end] = np.arange(base, base + end - start)
+                reach = max(reach, base + end - start)
             elif kind == "text":
-                positions[start:end] = np.arange(text_at, text_at + end - start)
-                text_at += end - start
+                positions[start:end] = np.arange(reach, reach + end - start)
+                reach += end - start
         return positions
 
 
@@ -135,7 +137,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> None:
         self.tokenizer = tokenizer
         self.block_size = block_size
-        self._special_ids = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        self._reserved = _reserved_tokens(tokenizer)
         self.pad_id = self._find_pad_id()
         probe = list(tokenizer("a").input_ids)
         bos = tokenizer.bos_token_id
@@ -195,13 +197,13 @@ class PromptEncoder:
             )
             for i, ids in zip(rows, encoded.input_ids, strict=True):
                 out[i] = list(ids)
-                if not is_template and not self._special_ids.isdisjoint(out[i]):
+                if not is_template and not self._reserved.keys().isdisjoint(out[i]):
                     out[i] = self._encode_broken(pieces[i].text)
         return out
 
     def _encode_broken(self, text: str) -> list[int]:
-        """Text that holds a special token's name, for tokenizers that know it as a word as well."""
-        names = sorted(self.tokenizer.all_special_tokens, key=len, reverse=True)
+        """Text with the name of a reserved token in it that the tokenizer took for the token."""
+        names = sorted(self._reserved.values(), key=len, reverse=True)
         cuts = [0]
         for match in re.finditer("|".join(map(re.escape, names)), text):
             cuts.append((match.start() + match.end()) // 2)
@@ -212,16 +214,29 @@ class PromptEncoder:
                 text[start:end], add_special_tokens=False, split_special_tokens=True, verbose=False
             )
             ids += encoded.input_ids
-        if found := self._special_ids.intersection(ids):
-            names = self.tokenizer.convert_ids_to_tokens(sorted(found))
-            raise UsageError(f"prompt: the tokenizer cannot read {names[0]!r} in it as plain text")
+        if found := sorted(self._reserved.keys() & set(ids)):
+            name = self._reserved[found[0]]
+            raise UsageError(f"prompt: the tokenizer cannot read {name!r} in it as plain text")
         return ids
 
     def _chat_pieces(self, turns: list[tuple[str, list[_Piece]]]) -> list[_Piece]:
         """The chat template's own text around the turns' contents, which it never gets to see."""
-        text = "".join(p.text for _, turn in turns for p in turn)
-        mark = next(m for n in itertools.count() if (m := f"kvspan{n}content") not in text)
-        messages = [{"role": role, "content": f"{mark}{i}end"} for i, (role, _) in enumerate(turns)]
+        around = self._render(turns, "kvspan-content")
+        # A template that uses a content in any other way than as it is would let marks through.
+        if around != self._render(turns, "another, longer mark"):
+            raise UsageError("the model's chat template changes a message or uses it twice")
+        out = [_Piece(around[0], is_template=True)]
+        for (_, turn), after in zip(turns, around[1:], strict=True):
+            out += [*_join(turn), _Piece(after, is_template=True)]
+        return out
+
+    def _render(self, turns: list[tuple[str, list[_Piece]]], mark: str) -> list[str]:
+        """What the template writes before, between and after contents that are all marks."""
+        contents = [f"{mark} {i};" for i in range(len(turns))]
+        messages = [
+            {"role": role, "content": content}
+            for (role, _), content in zip(turns, contents, strict=True)
+        ]
         try:
             rendered = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
@@ -229,16 +244,26 @@ class PromptEncoder:
         except Exception as e:  # whatever the template's own raise_exception makes of it
             roles = ", ".join(role for role, _ in turns)
             raise UsageError(f"the model's chat template refuses turns ({roles}): {e}") from None
-        out: list[_Piece] = []
+        out = []
         rest = str(rendered)
-        for message, (_, turn) in zip(messages, turns, strict=True):
-            before, found, rest = rest.partition(message["content"])
+        for (role, _), content in zip(turns, contents, strict=True):
+            before, found, rest = rest.partition(content)
             if not found:
-                raise UsageError(
-                    f"the model's chat template drops or reorders the {message['role']} message"
-                )
-            out += [_Piece(before, is_template=True), *_join(turn)]
-        return [*out, _Piece(rest, is_template=True)]
+                raise UsageError(f"the model's chat template drops or reorders the {role} message")
+            out.append(before)
+        return [*out, rest]
+
+
+def _reserved_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Tokens that text of users must never become: special ones, and those the template writes."""
+    template = str(tokenizer.chat_template or "")
+    reserved = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
+        text = str(token.content)
+        if text.strip() and (token.special or text in template):
+            reserved[token_id] = text
+    reserved.pop(tokenizer.unk_token_id, None)
+    return reserved
 
 
 def to_turns(prompt: Prompt) -> list[tuple[str, str]]:

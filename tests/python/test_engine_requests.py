@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvspan.engine import GenerateRequest, open_engine
 from kvspan.engine.local import LocalEngine
@@ -256,6 +257,65 @@ def test_random_traffic_with_cancellations_leaks_nothing() -> None:
             assert engine.run(rag(list(order), max_tokens=6)).token_ids == tokens
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_cached_text_serves_prompts_that_go_on_with_longer_spans(name: str) -> None:
+    """Parallel placement: text between spans keeps its position whatever follows it."""
+    with open_tiny(name, 16) as engine:
+        for order in ([0, 1], [0, 1, 3], [0, 1, 2, 3]):
+            layout = make_layout(16, order)
+            cut = layout.spans[0][1]
+            between = np.arange(3, 19)
+            ids = np.concatenate([layout.token_ids[:cut], between, layout.token_ids[cut:]])
+            spans = [layout.spans[0], *((s + 16, e + 16) for s, e in layout.spans[1:])]
+            moved = layout_from_tokens(ids, spans, 16)
+            result = engine.run_layout(moved, replace(GREEDY, placement="parallel"))
+            expected = span_logprobs(tiny_model(name), moved, "parallel")
+            assert difference(result, expected) <= TOLERANCE, order
+        assert result.usage.cached_tokens > cut + 16
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e-6, 1e6])
+def test_extreme_temperatures(temperature: float) -> None:
+    with open_tiny("llama", 16) as engine:
+        greedy = engine.run(rag([1, 2]))
+        result = engine.run(rag([1, 2], temperature=temperature))
+        assert len(result.token_ids) == 8
+        if temperature < 1e-3:
+            assert result.token_ids == greedy.token_ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_logits_that_are_no_numbers_fail_their_request_only(temperature: float) -> None:
+    with open_tiny("llama", 16) as engine:
+        head = engine.runner.model.lm_head
+        whole = head.weight.data.clone()
+        head.weight.data[7] = float("nan")
+        with pytest.raises(KvspanError, match="logits are not finite"):
+            engine.run(rag([1, 2], temperature=temperature))
+        head.weight.data.copy_(whole)
+        assert len(engine.run(rag([1, 2])).token_ids) == 8
+        assert blocks_in_use(engine) == 0
+
+
+def test_a_broken_engine_answers_everybody_and_takes_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    with open_tiny("llama", 16) as engine:
+        monkeypatch.setattr(engine, "_admit", lambda job: 1 / 0)
+        with pytest.raises(KvspanError, match="the engine broke down: ZeroDivisionError"):
+            engine.run(rag([1, 2]))
+        with pytest.raises(KvspanError, match="closed"):
+            engine.run(rag([1, 2]))
+
+
+def test_token_ids_beyond_the_vocabulary() -> None:
+    with open_tiny("llama", 16) as engine:
+        layout = layout_from_tokens([3, VOCAB, 4], (), 16)
+        with pytest.raises(UsageError, match=f"token ids: expected 0 to {VOCAB - 1}"):
+            engine.run_layout(layout, GREEDY)
+
+
 def test_prompt_longer_than_the_context() -> None:
     with open_tiny("llama", 16) as engine:
         request = replace(rag([1]), path="$.g", prompt=(Message("user", "w1 " * 5000),))
@@ -346,8 +406,10 @@ def test_open_engine_from_a_folder(tmp_path: Path) -> None:
         open_engine(str(folder), dtype="int3")
     with pytest.raises(UsageError, match="device: expected auto, cpu or cuda"):
         open_engine(str(folder), device="abacus")
-    with pytest.raises(UsageError, match="kv_cache_gib: expected at least"):
+    with pytest.raises(UsageError, match=r"kv_cache_gib: expected .* to .* \(all memory\)"):
         open_engine(str(folder), kv_cache_gib=1e-6)
+    with pytest.raises(UsageError, match="kv_cache_gib"):
+        open_engine(str(folder), kv_cache_gib=1e6)
     with pytest.raises(UsageError, match="block_size"):
         open_engine(str(folder), block_size=0)
 
@@ -363,7 +425,10 @@ def test_open_engine_in_bfloat16(tmp_path: Path) -> None:
     assert np.abs(moved.first_logprobs - cold.first_logprobs).max() < 0.1
 
 
-@pytest.mark.parametrize("damage", ["missing", "no config", "bad config", "torn", "no weights"])
+@pytest.mark.parametrize(
+    "damage",
+    ["missing", "no config", "bad config", "torn", "no weights", "a layer less", "all zero"],
+)
 def test_models_that_cannot_be_loaded(tmp_path: Path, damage: str) -> None:
     folder = saved_model(tmp_path / "m")
     error: type[Exception] = KvspanError
@@ -378,8 +443,16 @@ def test_models_that_cannot_be_loaded(tmp_path: Path, damage: str) -> None:
     elif damage == "torn":
         weights = folder / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-4000])
-    else:
+    elif damage == "no weights":
         (folder / "model.safetensors").unlink()
+    else:
+        path = folder / "model.safetensors"
+        weights = load_file(path)
+        if damage == "a layer less":
+            weights = {k: v for k, v in weights.items() if "layers.1." not in k}
+        else:
+            weights = {k: torch.zeros_like(v) for k, v in weights.items()}
+        save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(error) as caught:
         open_engine(str(folder))
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from transformers import AddedToken
 
 from kvspan.errors import UsageError
 from kvspan.layout import PromptEncoder, SpanLayout, layout_from_tokens
@@ -96,6 +97,44 @@ def test_user_text_never_becomes_a_role_token(chat: PromptEncoder) -> None:
     assert "<eos>" not in words(chat, layout)
 
 
+def test_role_tokens_that_are_not_declared_special_are_reserved_too() -> None:
+    """Some tokenizers add the template's tokens as ordinary ones, which no option splits."""
+    tokenizer = word_tokenizer(CHAT.replace("<turn>", "<role>"))
+    tokenizer.add_tokens([AddedToken("<role>", special=False)])
+    tokenizer.add_tokens([AddedToken("<image>", special=True)], special_tokens=True)
+    encoder = PromptEncoder(tokenizer, 4)
+    evil = "w10 <role> w0 <image> w11"
+    layout = encoder.encode((Message("system", evil), span(evil), Message("user", evil)))
+    assert words(encoder, layout).count("<role>") == 5
+    assert "<image>" not in words(encoder, layout)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{{ m.content }} {{ m.content }}", "{{ m.content[:9] }}", "{{ m.content | upper }}", "w1"],
+)
+def test_templates_that_do_more_with_a_message_than_write_it_are_refused(content: str) -> None:
+    encoder = PromptEncoder(word_tokenizer(CHAT.replace("{{ m.content | trim }}", content)), 4)
+    with pytest.raises(UsageError, match=r"chat template (changes|drops)"):
+        encoder.encode((Message("system", "w1"), Message("user", "w2")))
+
+
+def test_a_last_message_written_again_is_refused() -> None:
+    encoder = PromptEncoder(word_tokenizer(CHAT + " {{ messages[-1].content }}"), 4)
+    with pytest.raises(UsageError, match="changes a message or uses it twice"):
+        encoder.encode((Message("system", "w1"), Message("user", "w2")))
+
+
+def test_parallel_positions_do_not_depend_on_what_comes_later() -> None:
+    ids = np.arange(3, 35)
+    short = layout_from_tokens(ids[:17], [(4, 8)], 4)
+    longer = layout_from_tokens(ids, [(4, 8), (12, 28)], 4)
+    positions = [layout.positions("parallel").tolist() for layout in (short, longer)]
+    assert positions[0][:12] == positions[1][:12]
+    assert positions[1][8:12] == [8, 9, 10, 11]
+    assert positions[1][12:28] == list(range(4, 20)) and positions[1][28:] == [20, 21, 22, 23]
+
+
 def test_a_span_at_the_end_is_followed_by_a_token_that_sees_all(plain: PromptEncoder) -> None:
     layout = plain.encode((span("w1"), span("w2")))
     assert layout.spans == ((4, 8), (8, 12)) and layout.num_tokens == 13
@@ -105,12 +144,6 @@ def test_a_span_at_the_end_is_followed_by_a_token_that_sees_all(plain: PromptEnc
 def test_span_of_exactly_one_block_gets_no_padding(plain: PromptEncoder) -> None:
     layout = plain.encode((span("w1 w2 w3"), Message("user", "w9")))
     assert words(plain, layout)[4:] == ["w1", "w2", "w3", "\n\n", "w9"]
-
-
-def test_text_with_the_placeholder_in_it_is_left_alone(chat: PromptEncoder) -> None:
-    text = "kvspan0content0end w1"
-    layout = chat.encode((Message("user", text), Message("user", "w3")))
-    assert words(chat, layout)[-4:] == ["w3", "<turn>", "<turn>", "w2"]
 
 
 def test_template_that_refuses_the_roles_says_so() -> None:

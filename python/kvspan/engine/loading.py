@@ -107,9 +107,18 @@ def load_model(
         torch_dtype: Any = DTYPES.get(dtype)
         if torch_dtype is None:
             torch_dtype = torch.float32 if target.type == "cpu" else "auto"
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=torch_dtype, attn_implementation=IMPLEMENTATION
+        model: PreTrainedModel
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=torch_dtype,
+            attn_implementation=IMPLEMENTATION,
+            output_loading_info=True,
         )
+        # transformers fills in random numbers for weights that the checkpoint lacks.
+        if missing := sorted(info["missing_keys"]):
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise KvspanError(f"its checkpoint has no {missing[0]}{more}")
         model = model.to(target).eval()
     if progress:
         progress("load", 1, 1)
@@ -141,6 +150,8 @@ def _explained(name: str) -> Iterator[None]:
 
 def _brief(e: Exception) -> str:
     text = " ".join(str(e).split())
+    if isinstance(e, KvspanError):
+        return text
     return f"{type(e).__name__}: {text[:300]}"
 
 

@@ -8,6 +8,7 @@ pool can hold them to their last token, so that nothing is ever preempted.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
@@ -114,16 +115,19 @@ class LocalEngine:
         config = model.config.get_text_config()
         self.max_positions = int(config.max_position_embeddings)
         per_block = KVCache.bytes_per_block(specs, block_size, model.dtype)
-        num_blocks = int(kv_cache_gib * 2**30) // per_block
-        if num_blocks < 2:
+        memory = _memory_bytes(model.device)
+        if not 2 * per_block <= kv_cache_gib * 2**30 <= memory:
             raise UsageError(
-                f"kv_cache_gib: expected at least {2 * per_block / 2**30:.3g} for two blocks of "
-                f"{block_size} tokens, got {kv_cache_gib}"
+                f"kv_cache_gib: expected {2 * per_block / 2**30:.3g} (two blocks of {block_size} "
+                f"tokens) to {memory / 2**30:.3g} (all memory), got {kv_cache_gib:g}"
             )
+        num_blocks = int(kv_cache_gib * 2**30) // per_block
         self.pool = BlockPool(num_blocks)
-        self.runner = ModelRunner(
-            model, KVCache(specs, num_blocks, block_size, model.dtype, model.device)
-        )
+        try:
+            cache = KVCache(specs, num_blocks, block_size, model.dtype, model.device)
+        except RuntimeError as e:
+            raise KvspanError(f"no memory for a KV pool of {kv_cache_gib:g} GiB: {e}") from None
+        self.runner = ModelRunner(model, cache)
         self._check(model)
         self._stop_ids = _stop_ids(model, tokenizer)
         # Long prompts take the tokenizer a while, and it must not be used by two threads at once.
@@ -160,6 +164,7 @@ class LocalEngine:
         )
 
     def _check(self, model: PreTrainedModel) -> None:
+        """The engine gives what transformers gives, before anything else is asked of it."""
         difference = self.runner.check_against_transformers()
         tolerance = CHECK_TOLERANCE.get(model.dtype, CHECK_TOLERANCE_LOW)
         if not difference <= tolerance:
@@ -287,6 +292,11 @@ class LocalEngine:
             raise UsageError(
                 f"{request.path}: max_tokens: expected 1 or more, got {request.max_tokens}"
             )
+        if int(layout.token_ids.max()) >= self.vocab_size or int(layout.token_ids.min()) < 0:
+            raise UsageError(
+                f"{request.path}: token ids: expected 0 to {self.vocab_size - 1} as the model has "
+                f"them, got {int(layout.token_ids.min())} to {int(layout.token_ids.max())}"
+            )
         job = _Job(
             request,
             layout,
@@ -323,21 +333,34 @@ class LocalEngine:
         return -(-layout.num_tokens // layout.block_size) + spans // layout.block_size
 
     def _work(self) -> None:
-        while True:
+        error = KvspanError("the engine was closed")
+        try:
+            while self._wait_for_work():
+                if self._prefilling is None and self._waiting and not self._starved:
+                    self._admit(self._waiting[0])
+                if self._prefilling is not None:
+                    self._step_prefill(self._prefilling)
+                if self._running:
+                    self._step_decode()
+        except BaseException as e:  # a bug of ours: nobody may wait for an answer for ever
+            error = KvspanError(f"the engine broke down: {type(e).__name__}: {e}")
+            raise
+        finally:
             with self._wake:
-                while not (self._waiting or self._running or self._prefilling or self._closed):
-                    self._wake.wait()
-                if self._closed:
-                    break
-            if self._prefilling is None and self._waiting and not self._starved:
-                self._admit(self._waiting[0])
+                self._closed = True
+                left = [*self._waiting, *self._running]
             if self._prefilling is not None:
-                self._step_prefill(self._prefilling)
-            if self._running:
-                self._step_decode()
-        for job in [*self._waiting, *self._running, self._prefilling]:
-            if job is not None:
-                self._fail(job, KvspanError("the engine was closed"))
+                left.append(self._prefilling)
+            for job in left:
+                if not job.future.done():
+                    job.future.set_exception(error)
+
+    def _wait_for_work(self) -> bool:
+        """Block until there is some; False once the engine is closed."""
+        with self._wake:
+            while not (self._waiting or self._running or self._prefilling or self._closed):
+                self._wake.wait()
+            return not self._closed
 
     def _admit(self, job: _Job) -> None:
         if job.cancelled:
@@ -486,6 +509,13 @@ class LocalEngine:
         if not isinstance(error, KvspanError):
             error = KvspanError(f"{job.request.path}: {type(error).__name__}: {error}")
         job.future.set_exception(error)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """All memory of the device, in use or not."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:

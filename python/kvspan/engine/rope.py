@@ -82,6 +82,8 @@ def probe_layers(model: PreTrainedModel) -> tuple[list[LayerSpec], str]:
     tolerance = 1e-4 if model.dtype == torch.float32 else 4e-2
     specs, refused = [], _refused_rope(config)
     for layer in range(config.num_hidden_layers):
+        if not probe.keys[layer].any():
+            raise UnsupportedModelError(f"the keys of layer {layer} are all zero: empty weights?")
         inv_freq, is_neox, error = _explain_keys(probe.keys[layer], candidates)
         if not refused and not error <= tolerance:
             refused = (
