@@ -13,10 +13,13 @@
 namespace kvspan::cpu {
 namespace {
 
+// What a call writes fills the caches from here on, and is stored past them.
+constexpr std::int64_t kMinStreamBytes = std::int64_t{1} << 24;
+
 // What one layer's blocks need, but for their addresses.
 struct LayerPlan {
   const ReropeLayer* layer;
-  RotateBlock rotate;  // null: keys do not rotate
+  RotateKernel kernel;  // of no use where keys do not rotate
   RotateArgs args;
   BlockLayout k_layout, v_layout;  // for copies
 };
@@ -38,6 +41,7 @@ struct Plan {
   std::vector<std::int64_t> moves;  // move numbers, equal deltas together
   std::vector<DeltaRun> runs;
   std::int64_t table_size = 0;
+  bool stream = false;
 };
 
 StorageType storage_type(DType dtype) {
@@ -49,8 +53,8 @@ StorageType storage_type(DType dtype) {
   return kStoreE5M2;
 }
 
-RotateBlock select_kernel(const ReropeArgs& args, const ReropeLayer& layer) {
-  if (layer.inv_freq.empty()) return nullptr;
+RotateKernel select_kernel(const ReropeArgs& args, const ReropeLayer& layer) {
+  if (layer.inv_freq.empty()) return {};
   const RotateKernels kernels = [&] {
     switch (args.isa) {
 #if defined(__x86_64__)
@@ -63,11 +67,12 @@ RotateBlock select_kernel(const ReropeArgs& args, const ReropeLayer& layer) {
         return rotate_kernels_baseline();
     }
   }();
-  const auto& of_layout = args.layout == KvLayout::kCpuVec   ? kernels.vec
-                          : args.layout == KvLayout::kCpuAmx ? kernels.amx
-                                                             : kernels.rows;
-  const RotateBlock kernel = of_layout[storage_type(layer.k_src.dtype)][layer.is_neox];
-  KVSPAN_ASSERT(kernel != nullptr);
+  const StorageType type = storage_type(layer.k_src.dtype);
+  const RotateKernel kernel = args.layout == KvLayout::kCpuVec ? kernels.vec[type][layer.is_neox]
+                              : args.layout == KvLayout::kCpuAmx
+                                  ? kernels.amx[layer.is_neox]
+                                  : kernels.rows[type][layer.is_neox];
+  KVSPAN_ASSERT(kernel.run != nullptr);
   return kernel;
 }
 
@@ -105,7 +110,9 @@ LayerPlan plan_layer(const ReropeArgs& args, const ReropeLayer& layer) {
 Plan make_plan(const ReropeArgs& args) {
   Plan plan;
   const auto same_table = [](const ReropeLayer& a, const ReropeLayer& b) {
-    return a.is_neox == b.is_neox && std::ranges::equal(a.inv_freq, b.inv_freq);
+    // The order of a table depends on the type.
+    return a.is_neox == b.is_neox && a.k_src.dtype == b.k_src.dtype &&
+           std::ranges::equal(a.inv_freq, b.inv_freq);
   };
   std::vector<const ReropeLayer*> left;
   for (const ReropeLayer& layer : args.layers) left.push_back(&layer);
@@ -142,21 +149,28 @@ Plan make_plan(const ReropeArgs& args) {
   return plan;
 }
 
-void fill_tables(const ReropeArgs& args, const ReropeLayer& layer, const std::int64_t* deltas,
+void fill_tables(const ReropeArgs& args, const LayerPlan& plan, const std::int64_t* deltas,
                  float* cos_table, float* sin_table) {
-  for (std::size_t i = 0; i < layer.inv_freq.size(); ++i) {
+  const std::span<const float> inv_freq = plan.layer->inv_freq;
+  const auto step = static_cast<std::size_t>(plan.kernel.table_step);
+  for (std::size_t i = 0; i < inv_freq.size(); ++i) {
     const std::int64_t delta = deltas[args.axes.empty() ? 0 : args.axes[i]];
-    const double angle = static_cast<double>(delta) * static_cast<double>(layer.inv_freq[i]);
+    const double angle = static_cast<double>(delta) * static_cast<double>(inv_freq[i]);
     const auto c = static_cast<float>(std::cos(angle));
     const auto s = static_cast<float>(std::sin(angle));
-    if (layer.is_neox) {
-      cos_table[i] = c;
-      sin_table[i] = s;
-    } else {
+    if (plan.kernel.order == TableOrder::kExpanded) {
       cos_table[2 * i] = cos_table[2 * i + 1] = c;
       sin_table[2 * i] = -s;
       sin_table[2 * i + 1] = s;
+      continue;
     }
+    std::size_t at = i;
+    if (plan.kernel.order == TableOrder::kEvenOdd) {
+      const std::size_t in_step = i % step;
+      at = i - in_step + in_step % 2 * (step / 2) + in_step / 2;
+    }
+    cos_table[at] = c;
+    sin_table[at] = s;
   }
 }
 
@@ -179,7 +193,7 @@ void move_items(const ReropeArgs& args, const Plan& plan, const LayerGroup& grou
     const LayerPlan& layer_plan = layer_of(item);
     const ReropeLayer& layer = *layer_plan.layer;
     const std::int64_t src = args.src_blocks[move_of(item)], dst = args.dst_blocks[move_of(item)];
-    if (!run.deltas || !layer_plan.rotate) {
+    if (!run.deltas || !layer_plan.kernel.run) {
       copy(layer_plan.k_layout, layer.k_src, src, layer.k_dst, dst);
     } else {
       RotateArgs block = layer_plan.args;
@@ -190,9 +204,10 @@ void move_items(const ReropeArgs& args, const Plan& plan, const LayerGroup& grou
         block.next_src = block_data(next.k_src, args.src_blocks[move_of(item + 1)]);
         block.next_dst = block_data(next.k_dst, args.dst_blocks[move_of(item + 1)]);
       }
+      block.stream = plan.stream;
       block.cos_table = cos_table;
       block.sin_table = sin_table;
-      layer_plan.rotate(block);
+      layer_plan.kernel.run(block);
     }
     if (layer.v_src.data) copy(layer_plan.v_layout, layer.v_src, src, layer.v_dst, dst);
   }
@@ -201,7 +216,7 @@ void move_items(const ReropeArgs& args, const Plan& plan, const LayerGroup& grou
 }  // namespace
 
 void rerope(const ReropeArgs& args) {
-  const Plan plan = make_plan(args);
+  Plan plan = make_plan(args);
   const auto num_moves = static_cast<std::int64_t>(args.src_blocks.size());
   const std::int64_t num_items = num_moves * static_cast<std::int64_t>(args.layers.size());
   std::int64_t total_bytes = 0;
@@ -209,6 +224,7 @@ void rerope(const ReropeArgs& args) {
     total_bytes += num_moves * block_bytes(layer.k_src);
     if (layer.v_src.data) total_bytes += num_moves * block_bytes(layer.v_src);
   }
+  plan.stream = total_bytes >= kMinStreamBytes;
   const int num_threads = choose_num_threads(args.num_threads, num_items, total_bytes);
   std::vector<float> tables(2 * plan.table_size * num_threads);
 
@@ -223,8 +239,8 @@ void rerope(const ReropeArgs& args) {
             static_cast<std::int64_t>(group.end - group.begin) * (run.end - run.begin);
         const std::int64_t from = std::max(begin, first), to = std::min(end, first + count);
         if (from < to) {
-          if (run.deltas && any.rotate) {
-            fill_tables(args, *any.layer, run.deltas, cos_table, sin_table);
+          if (run.deltas && any.kernel.run) {
+            fill_tables(args, any, run.deltas, cos_table, sin_table);
           }
           move_items(args, plan, group, run, from - first, to - first, cos_table, sin_table);
         }

@@ -10,8 +10,8 @@
 
 namespace kvspan::cpu {
 
-// Table entries behind the last one that kernels may read: one vector of the widest set.
-inline constexpr std::int64_t kTablePadding = 16;
+// Table entries behind the last one that kernels may read: one step of the widest set.
+inline constexpr std::int64_t kTablePadding = 32;
 
 // A block is num_outer x num_inner pieces, each contiguous: rows of row_size elements, of which
 // rotary_dim are rotated from rotary_offset on; or, in the packed layouts, the keys and values of
@@ -28,21 +28,32 @@ struct RotateArgs {
   std::int64_t dst_outer_stride, dst_inner_stride;
   std::int64_t row_size, rotary_offset, rotary_dim;
   std::int64_t block_size;  // packed layouts only
-  // NeoX: [rotary_dim / 2] cosines and sines. Interleaved: [rotary_dim], each cosine twice, each
-  // sine as -sin, +sin. Both with kTablePadding entries behind.
-  const float* cos_table;
+  bool stream;              // write past the caches, which what is written would only fill
+  const float* cos_table;   // as the kernel's TableOrder says, with kTablePadding entries behind
   const float* sin_table;
 };
 
 using RotateBlock = void (*)(const RotateArgs& args);
 
+enum class TableOrder {
+  kPlain,     // [rotary_dim / 2]
+  kEvenOdd,   // [rotary_dim / 2], of each table_step (the last cut short: with gaps) first the even
+              // entries, then the odd ones
+  kExpanded,  // [rotary_dim]: each cosine twice, each sine as -sin, +sin
+};
+
+struct RotateKernel {
+  RotateBlock run = nullptr;  // null where a layout does not hold the type
+  TableOrder order = TableOrder::kPlain;
+  std::int64_t table_step = 1;
+};
+
 enum StorageType { kStoreF32, kStoreBF16, kStoreF16, kStoreE4M3, kStoreE5M2, kNumStorageTypes };
 
-// Null where a layout does not hold the type.
 struct RotateKernels {
-  RotateBlock rows[kNumStorageTypes][2];  // [is_neox]
-  RotateBlock vec[kNumStorageTypes][2];
-  RotateBlock amx[kNumStorageTypes][2];
+  RotateKernel rows[kNumStorageTypes][2];  // [is_neox]
+  RotateKernel vec[kNumStorageTypes][2];
+  RotateKernel amx[2];  // of bfloat16
 };
 
 RotateKernels rotate_kernels_baseline();

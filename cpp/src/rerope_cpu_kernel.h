@@ -9,45 +9,73 @@
 namespace kvspan::cpu {
 namespace {
 
-template <typename T>
+template <typename T, bool kStream>
 inline void rotate_neox(const T* src, T* dst, int64_t rotary_dim, const float* cos_table,
                         const float* sin_table) {
+  constexpr int kVectors = Step<T>::kVectors;
+  constexpr int64_t kSize = kStepSize<T>;
   const int64_t half = rotary_dim / 2;
   int64_t i = 0;
-  const auto rotate = [&](const T* in_1, const T* in_2, T* out_1, T* out_2) {
-    const F32 x_1 = load(in_1), x_2 = load(in_2);
-    const F32 c = load(cos_table + i), s = load(sin_table + i);
-    store(out_1, x_1 * c - x_2 * s);
-    store(out_2, x_2 * c + x_1 * s);
+  const auto rotate = [&]<bool kStreams>(const T* in_1, const T* in_2, T* out_1, T* out_2) {
+    F32 x_1[kVectors], x_2[kVectors];
+    Step<T>::load(in_1, x_1);
+    Step<T>::load(in_2, x_2);
+    for (int v = 0; v < kVectors; ++v) {
+      const F32 c = load(cos_table + i + v * kWidth), s = load(sin_table + i + v * kWidth);
+      const F32 a = x_1[v], b = x_2[v];
+      x_1[v] = a * c - b * s;
+      x_2[v] = b * c + a * s;
+    }
+    Step<T>::template store<kStreams>(out_1, x_1);
+    Step<T>::template store<kStreams>(out_2, x_2);
   };
-  for (; i + kWidth <= half; i += kWidth) {
-    rotate(src + i, src + half + i, dst + i, dst + half + i);
+  for (; i + kSize <= half; i += kSize) {
+    rotate.template operator()<kStream>(src + i, src + half + i, dst + i, dst + half + i);
   }
   if (i < half) {
     const size_t rest_bytes = static_cast<size_t>(half - i) * sizeof(T);
-    T part_1[kWidth] = {}, part_2[kWidth] = {};
+    T part_1[kSize] = {}, part_2[kSize] = {};
     memcpy(part_1, src + i, rest_bytes);
     memcpy(part_2, src + half + i, rest_bytes);
-    rotate(part_1, part_2, part_1, part_2);
+    rotate.template operator()<false>(part_1, part_2, part_1, part_2);
     memcpy(dst + i, part_1, rest_bytes);
     memcpy(dst + half + i, part_2, rest_bytes);
   }
 }
 
-template <typename T>
+template <typename T, bool kStream>
 inline void rotate_interleaved(const T* src, T* dst, int64_t rotary_dim, const float* cos_table,
                                const float* sin_table) {
+  constexpr int kVectors = Step<T>::kVectors;
+  constexpr int64_t kSize = kStepSize<T>;
   int64_t i = 0;
-  const auto rotate = [&](const T* in, T* out) {
-    const F32 x = load(in);
-    store(out, x * load(cos_table + i) + swap_pairs(x) * load(sin_table + i));
+  const auto rotate = [&]<bool kStreams>(const T* in, T* out) {
+    F32 x[kVectors];
+    Step<T>::load(in, x);
+    if constexpr (Step<T>::kEvenOdd) {
+      for (int v = 0; v < kVectors / 2; ++v) {
+        const int64_t at = i / 2 + v * kWidth;
+        const F32 c = load(cos_table + at), s = load(sin_table + at);
+        const F32 a = x[v], b = x[v + kVectors / 2];
+        x[v] = a * c - b * s;
+        x[v + kVectors / 2] = b * c + a * s;
+      }
+    } else {
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t at = i + v * kWidth;
+        x[v] = x[v] * load(cos_table + at) + swap_pairs(x[v]) * load(sin_table + at);
+      }
+    }
+    Step<T>::template store<kStreams>(out, x);
   };
-  for (; i + kWidth <= rotary_dim; i += kWidth) rotate(src + i, dst + i);
+  for (; i + kSize <= rotary_dim; i += kSize) {
+    rotate.template operator()<kStream>(src + i, dst + i);
+  }
   if (i < rotary_dim) {
     const size_t rest_bytes = static_cast<size_t>(rotary_dim - i) * sizeof(T);
-    T part[kWidth] = {};
+    T part[kSize] = {};
     memcpy(part, src + i, rest_bytes);
-    rotate(part, part);
+    rotate.template operator()<false>(part, part);
     memcpy(dst + i, part, rest_bytes);
   }
 }
@@ -63,8 +91,18 @@ inline void prefetch(const void* block, int64_t first, int64_t count) {
   }
 }
 
+// Whether all of a block's stores are to be streamed, and can be.
 template <typename T, bool kIsNeox>
-void rotate_rows(const RotateArgs& by_reference) {
+inline bool is_aligned_for_streams(const RotateArgs& args) {
+  if (!args.stream || args.src == args.dst) return false;
+  const T* first = static_cast<const T*>(args.dst) + args.rotary_offset;
+  const int64_t partner = kIsNeox ? args.rotary_dim / 2 : 0;
+  const auto offsets = static_cast<size_t>(args.dst_outer_stride | args.dst_inner_stride | partner);
+  return (reinterpret_cast<uintptr_t>(first) | offsets * sizeof(T)) % Step<T>::kStoreBytes == 0;
+}
+
+template <typename T, bool kIsNeox, bool kStream>
+void rotate_rows_as(const RotateArgs& by_reference) {
   const RotateArgs args = by_reference;  // a copy, which stores through dst cannot alias
   const bool in_place = args.src == args.dst;
   const int64_t rest = args.rotary_offset + args.rotary_dim;
@@ -81,7 +119,7 @@ void rotate_rows(const RotateArgs& by_reference) {
         prefetch<T>(args.next_src,
                     outer * args.src_outer_stride + inner * args.src_inner_stride + fetch_first,
                     fetch_count);
-        if (!in_place) {
+        if (!in_place && !kStream) {
           prefetch<T>(args.next_dst,
                       outer * args.dst_outer_stride + inner * args.dst_inner_stride + fetch_first,
                       fetch_count);
@@ -91,9 +129,9 @@ void rotate_rows(const RotateArgs& by_reference) {
       const T* from = src + args.rotary_offset;
       T* to = dst + args.rotary_offset;
       if constexpr (kIsNeox) {
-        rotate_neox(from, to, args.rotary_dim, args.cos_table, args.sin_table);
+        rotate_neox<T, kStream>(from, to, args.rotary_dim, args.cos_table, args.sin_table);
       } else {
-        rotate_interleaved(from, to, args.rotary_dim, args.cos_table, args.sin_table);
+        rotate_interleaved<T, kStream>(from, to, args.rotary_dim, args.cos_table, args.sin_table);
       }
       if (rest_bytes) memcpy(dst + rest, src + rest, rest_bytes);
       src += args.src_inner_stride;
@@ -102,20 +140,44 @@ void rotate_rows(const RotateArgs& by_reference) {
   }
 }
 
+template <typename T, bool kIsNeox>
+void rotate_rows(const RotateArgs& args) {
+  if constexpr (can_stream<T>(Step<T>::kStoreBytes)) {
+    if (is_aligned_for_streams<T, kIsNeox>(args)) {
+      rotate_rows_as<T, kIsNeox, true>(args);
+      end_stream();
+      return;
+    }
+  }
+  rotate_rows_as<T, kIsNeox, false>(args);
+}
+
+template <typename T, bool kIsNeox>
+inline RotateKernel rows_kernel() {
+  if (!Step<T>::kEvenOdd) {
+    return {rotate_rows<T, kIsNeox>, kIsNeox ? TableOrder::kPlain : TableOrder::kExpanded, 1};
+  }
+  return {rotate_rows<T, kIsNeox>, kIsNeox ? TableOrder::kEvenOdd : TableOrder::kPlain,
+          kStepSize<T>};
+}
+
 inline RotateKernels rotate_kernels() {
-  return {
-      .rows = {{rotate_rows<float, false>, rotate_rows<float, true>},
-               {rotate_rows<BFloat16, false>, rotate_rows<BFloat16, true>},
-               {rotate_rows<Float16, false>, rotate_rows<Float16, true>},
-               {rotate_rows<Float8E4M3, false>, rotate_rows<Float8E4M3, true>},
-               {rotate_rows<Float8E5M2, false>, rotate_rows<Float8E5M2, true>}},
-      .vec = {{rotate_vec<float, false>, rotate_vec<float, true>},
-              {rotate_vec<BFloat16, false>, rotate_vec<BFloat16, true>},
-              {rotate_vec<Float16, false>, rotate_vec<Float16, true>},
-              {},
-              {}},
-      .amx = {{}, {rotate_amx<BFloat16, false>, rotate_amx<BFloat16, true>}, {}, {}, {}},
+  RotateKernels kernels{
+      .rows = {{rows_kernel<float, false>(), rows_kernel<float, true>()},
+               {rows_kernel<BFloat16, false>(), rows_kernel<BFloat16, true>()},
+               {rows_kernel<Float16, false>(), rows_kernel<Float16, true>()},
+               {rows_kernel<Float8E4M3, false>(), rows_kernel<Float8E4M3, true>()},
+               {rows_kernel<Float8E5M2, false>(), rows_kernel<Float8E5M2, true>()}},
+      .vec = {},
+      .amx = {{.run = rotate_amx<BFloat16, false>}, {.run = rotate_amx<BFloat16, true>}},
   };
+  kernels.vec[kStoreF32][0].run = rotate_vec<float, false>;
+  kernels.vec[kStoreF32][1].run = rotate_vec<float, true>;
+  kernels.vec[kStoreBF16][0].run = rotate_vec<BFloat16, false>;
+  kernels.vec[kStoreBF16][1].run = rotate_vec<BFloat16, true>;
+  kernels.vec[kStoreF16][0].run = rotate_vec<Float16, false>;
+  kernels.vec[kStoreF16][1].run = rotate_vec<Float16, true>;
+  return kernels;
 }
 
 }  // namespace

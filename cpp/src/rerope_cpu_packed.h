@@ -9,20 +9,31 @@
 namespace kvspan::cpu {
 namespace {
 
-// Rotates count elements of one dimension against those of its partner, all by one angle.
+// Rotates count elements of one dimension against those of its partner; or, where even and odd
+// elements are two dimensions, by an angle each: c[0], s[0] for the even ones.
 template <typename T>
 inline void rotate_dimensions(const T* in_1, const T* in_2, T* out_1, T* out_2, int64_t count,
-                              F32 c, F32 s) {
-  const auto rotate = [&](const T* a, const T* b, T* to_a, T* to_b) {
-    const F32 x_1 = load(a), x_2 = load(b);
-    store(to_a, x_1 * c - x_2 * s);
-    store(to_b, x_2 * c + x_1 * s);
+                              const F32 (&c)[2], const F32 (&s)[2]) {
+  constexpr int kVectors = Step<T>::kVectors;
+  constexpr int64_t kSize = kStepSize<T>;
+  const auto rotate = [&](const T* from_1, const T* from_2, T* to_1, T* to_2) {
+    F32 x_1[kVectors], x_2[kVectors];
+    Step<T>::load(from_1, x_1);
+    Step<T>::load(from_2, x_2);
+    for (int v = 0; v < kVectors; ++v) {
+      const int odd = v >= (kVectors + 1) / 2;
+      const F32 a = x_1[v], b = x_2[v];
+      x_1[v] = a * c[odd] - b * s[odd];
+      x_2[v] = b * c[odd] + a * s[odd];
+    }
+    Step<T>::template store<false>(to_1, x_1);
+    Step<T>::template store<false>(to_2, x_2);
   };
   int64_t i = 0;
-  for (; i + kWidth <= count; i += kWidth) rotate(in_1 + i, in_2 + i, out_1 + i, out_2 + i);
+  for (; i + kSize <= count; i += kSize) rotate(in_1 + i, in_2 + i, out_1 + i, out_2 + i);
   if (i < count) {
     const size_t rest_bytes = static_cast<size_t>(count - i) * sizeof(T);
-    T part_1[kWidth] = {}, part_2[kWidth] = {};
+    T part_1[kSize] = {}, part_2[kSize] = {};
     memcpy(part_1, in_1 + i, rest_bytes);
     memcpy(part_2, in_2 + i, rest_bytes);
     rotate(part_1, part_2, part_1, part_2);
@@ -45,10 +56,8 @@ void rotate_vec(const RotateArgs& by_reference) {
     for (int64_t i = 0; i < half; ++i) {
       const int64_t at_1 = first + (kIsNeox ? i : 2 * i) * size;
       const int64_t at_2 = first + (kIsNeox ? i + half : 2 * i + 1) * size;
-      // The interleaved tables hold each frequency twice, the plain sine second.
-      const F32 c = broadcast(args.cos_table + (kIsNeox ? i : 2 * i));
-      const F32 s = broadcast(args.sin_table + (kIsNeox ? i : 2 * i + 1));
-      rotate_dimensions(src + at_1, src + at_2, dst + at_1, dst + at_2, size, c, s);
+      const F32 c = broadcast(args.cos_table + i), s = broadcast(args.sin_table + i);
+      rotate_dimensions(src + at_1, src + at_2, dst + at_1, dst + at_2, size, {c, c}, {s, s});
     }
     if (args.src != args.dst) {
       memcpy(dst, src, static_cast<size_t>(first) * sizeof(T));
@@ -63,7 +72,7 @@ template <typename T, bool kIsNeox>
 void rotate_amx(const RotateArgs& by_reference) {
   constexpr int64_t kTileTokens = 16;
   constexpr int64_t kRow = 2 * kTileTokens;  // elements: two dimensions of a tile's tokens
-  static_assert(kRow % kWidth == 0);
+  static_assert(Step<T>::kEvenOdd && Step<T>::kVectors == 2 && kRow % kStepSize<T> == 0);
   const RotateArgs args = by_reference;
   const int64_t quarter = args.rotary_dim / 4;  // NeoX: rows between a dimension and its partner
   const int64_t tile_size = kTileTokens * args.row_size;
@@ -81,17 +90,22 @@ void rotate_amx(const RotateArgs& by_reference) {
       if constexpr (kIsNeox) {
         for (int64_t row = 0; row < quarter; ++row) {
           const int64_t at = first + row * kRow, partner = at + quarter * kRow;
+          const float* cosines = args.cos_table + 2 * row;
+          const float* sines = args.sin_table + 2 * row;
           rotate_dimensions(src + at, src + partner, dst + at, dst + partner, kRow,
-                            broadcast_pair(args.cos_table + 2 * row),
-                            broadcast_pair(args.sin_table + 2 * row));
+                            {broadcast(cosines), broadcast(cosines + 1)},
+                            {broadcast(sines), broadcast(sines + 1)});
         }
       } else {
         for (int64_t row = 0; row < args.rotary_dim / 2; ++row) {
-          const F32 c = broadcast_pair(args.cos_table + 2 * row);
-          const F32 s = broadcast_pair(args.sin_table + 2 * row);
-          for (int64_t i = first + row * kRow; i < first + (row + 1) * kRow; i += kWidth) {
-            const F32 x = load(src + i);
-            store(dst + i, x * c + swap_pairs(x) * s);
+          const F32 c = broadcast(args.cos_table + row), s = broadcast(args.sin_table + row);
+          for (int64_t i = first + row * kRow; i < first + (row + 1) * kRow; i += kStepSize<T>) {
+            F32 x[2];
+            Step<T>::load(src + i, x);
+            const F32 a = x[0], b = x[1];
+            x[0] = a * c - b * s;
+            x[1] = b * c + a * s;
+            Step<T>::template store<false>(dst + i, x);
           }
         }
       }

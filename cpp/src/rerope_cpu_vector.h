@@ -27,9 +27,8 @@ constexpr int kWidth = kVectorBytes / 4;
 using F32 = float __attribute__((vector_size(kVectorBytes)));
 using U32 = uint32_t __attribute__((vector_size(kVectorBytes)));
 using S32 = int32_t __attribute__((vector_size(kVectorBytes)));  // x86 compares signed lanes only
-using U64 = uint64_t __attribute__((vector_size(kVectorBytes)));
 using U16 = uint16_t __attribute__((vector_size(kVectorBytes / 2)));
-using U8 = uint8_t __attribute__((vector_size(kVectorBytes / 4)));
+using S16 = int16_t __attribute__((vector_size(kVectorBytes / 2)));
 
 // Storage types: floats of 16 and 8 bits by their bits.
 struct BFloat16 {
@@ -57,6 +56,41 @@ inline void store_bits(void* p, Vector v) {
   memcpy(p, &v, sizeof(v));
 }
 
+// Past the caches where the machine can and kStream is set: p is then aligned to the vector.
+template <bool kStream, typename Vector>
+inline void put(void* p, Vector v) {
+#if defined(__SSE2__)
+  if constexpr (kStream) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(v) == 64) return _mm512_stream_si512(static_cast<__m512i*>(p), (__m512i)v);
+#endif
+#if defined(__AVX2__)
+    if constexpr (sizeof(v) == 32) return _mm256_stream_si256(static_cast<__m256i*>(p), (__m256i)v);
+#endif
+    if constexpr (sizeof(v) == 16) return _mm_stream_si128(static_cast<__m128i*>(p), (__m128i)v);
+  }
+#endif
+  store_bits(p, v);
+}
+
+// Whether a type's stores gain by it: those of whole cache lines, and of floats, which leave time
+// to gather a line from parts. Narrower types lose (measured).
+template <typename T>
+constexpr bool can_stream(size_t store_bytes) {
+#if defined(__SSE2__)
+  return store_bytes == 64 || (sizeof(T) == 4 && store_bytes >= 16);
+#else
+  return store_bytes == 0;
+#endif
+}
+
+// Orders streamed stores before those of other threads that see this one's work done.
+inline void end_stream() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 // Between 32-bit lanes and narrower ones (of values that fit); by hand where the compiler's own
 // code is slow.
 inline U32 widen(U16 v) {
@@ -77,33 +111,6 @@ inline U16 narrow(U32 v) {
   return load_bits<U16>(&packed);
 #else
   return __builtin_convertvector(v, U16);
-#endif
-}
-
-inline U16 widen_bytes(U8 v) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  const auto bits = load_bits<int64_t>(&v);
-  return (U16)_mm_cvtepu8_epi16(_mm_cvtsi64_si128(bits));
-#elif defined(__SSE2__) && !defined(__AVX2__)
-  const __m128i bytes = _mm_cvtsi32_si128(load_bits<int32_t>(&v));
-  const __m128i words = _mm_unpacklo_epi8(bytes, _mm_setzero_si128());
-  return load_bits<U16>(&words);
-#else
-  return __builtin_convertvector(v, U16);
-#endif
-}
-
-inline U8 narrow_to_bytes(U32 v) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  const __m128i words = (__m128i)narrow(v);
-  const __m128i packed = _mm_packus_epi16(words, words);
-  return load_bits<U8>(&packed);
-#elif defined(__SSE2__) && !defined(__AVX2__)
-  const __m128i words = _mm_packs_epi32((__m128i)v, (__m128i)v);
-  const __m128i packed = _mm_packus_epi16(words, words);
-  return load_bits<U8>(&packed);
-#else
-  return __builtin_convertvector(v, U8);
 #endif
 }
 
@@ -159,59 +166,151 @@ inline U16 to_half(F32 v) {
 }
 #endif
 
-// Rounds to an 8-bit float of kMantissaBits and exponent bias kBias, to nearest even; beyond
-// kMax (bits of a float), infinity included, the result is the largest finite number. NaN becomes
-// 0x7f, as CUDA's conversion has it.
-template <int kMantissaBits, int kBias, uint32_t kMax>
-inline U8 to_float8(F32 v) {
-  constexpr int kShift = 23 - kMantissaBits;
-  constexpr uint32_t kSmallestNormal = (127u - kBias + 1) << 23;
-  // The float whose unit in the last place is that of the subnormals, 2^(1 - bias - mantissa bits).
-  constexpr uint32_t kMagic = (127u + 1 - kBias + kShift) << 23;
-  const U32 u = (U32)v;
-  const U32 sign = (u >> 24) & 0x80;
-  const U32 magnitude = u & 0x7fffffff;
-  const U32 clamped = (S32)magnitude < (int32_t)kMax ? magnitude : (U32{} + kMax);
-  const U32 half_way = (U32{} + ((1u << (kShift - 1)) - 1)) + ((clamped >> kShift) & 1);
-  const U32 normal = ((clamped + half_way) >> kShift) - ((127u - kBias) << kMantissaBits);
-  const U32 subnormal = (U32)((F32)clamped + (F32)(U32{} + kMagic)) - kMagic;
-  U32 bits = (S32)clamped < (int32_t)kSmallestNormal ? subnormal : normal;
-  bits = (S32)magnitude > 0x7f800000 ? (U32{} + 0x7f) : bits | sign;
-  return narrow_to_bytes(bits);
+// A step: as many elements as one access of memory holds in lanes of 32 bits. Types narrower than a
+// lane come apart without shuffles where lanes hold two neighbours: the vectors of a step are then
+// first all even elements, then all odd ones (kEvenOdd).
+template <typename T>
+struct Step;
+
+template <>
+struct Step<float> {
+  static constexpr int kVectors = 1;
+  static constexpr bool kEvenOdd = false;
+  static void load(const float* p, F32* x) { x[0] = load_bits<F32>(p); }
+  static constexpr size_t kStoreBytes = sizeof(F32);
+  template <bool kStream>
+  static void store(float* p, const F32* x) {
+    put<kStream>(p, x[0]);
+  }
+};
+
+template <>
+struct Step<Float16> {
+  static constexpr int kVectors = 1;
+  static constexpr bool kEvenOdd = false;
+  static void load(const Float16* p, F32* x) { x[0] = from_half(load_bits<U16>(p)); }
+  static constexpr size_t kStoreBytes = sizeof(U16);
+  template <bool kStream>
+  static void store(Float16* p, const F32* x) {
+    put<kStream>(p, to_half(x[0]));
+  }
+};
+
+template <>
+struct Step<BFloat16> {
+  static constexpr int kVectors = 2;
+  static constexpr bool kEvenOdd = true;
+
+  static void load(const BFloat16* p, F32* x) {
+    const auto bits = load_bits<U32>(p);
+    x[0] = (F32)(bits << 16);
+    x[1] = (F32)(bits & 0xffff0000);
+  }
+
+  static constexpr size_t kStoreBytes = sizeof(U32);
+  template <bool kStream>
+  static void store(BFloat16* p, const F32* x) {
+    put<kStream>(p, (round(x[0]) >> 16) | (round(x[1]) & 0xffff0000));
+  }
+
+ private:
+  // To nearest even in the upper half of each lane; NaN stays NaN.
+  static U32 round(F32 v) {
+    const U32 u = (U32)v;
+    const U32 rounded = u + 0x7fff + ((u >> 16) & 1);
+    return v != v ? u | 0x400000 : rounded;
+  }
+};
+
+// Of non-negative lanes; by hand where the compiler compares and blends.
+inline U32 larger(U32 a, U32 b) {
+#if defined(__AVX512F__)
+  return (U32)_mm512_maskz_max_epi32(0xffff, (__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (U32)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+  return (S32)a > (S32)b ? a : b;
+#endif
 }
 
-inline F32 load(const float* p) { return load_bits<F32>(p); }
-
-inline void store(float* p, F32 v) { store_bits(p, v); }
-
-inline F32 load(const BFloat16* p) { return (F32)(widen(load_bits<U16>(p)) << 16); }
-
-inline void store(BFloat16* p, F32 v) {
-  const U32 u = (U32)v;
-  const U32 rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;  // to nearest even
-  const U32 quiet_nan = (u >> 16) | 0x40;
-  store_bits(p, narrow((S32)(u & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded));
+inline U16 smaller(U16 a, U16 b) {
+#if defined(__AVX512F__)
+  return (U16)_mm256_min_epi16((__m256i)a, (__m256i)b);
+#elif defined(__AVX2__)
+  return (U16)_mm_min_epi16((__m128i)a, (__m128i)b);
+#else
+  return (S16)a < (S16)b ? a : b;
+#endif
 }
 
-inline F32 load(const Float16* p) { return from_half(load_bits<U16>(p)); }
+// 8-bit floats by way of halves, of which they are the upper byte (e5m2), or nearly: the fields of
+// e4m3, moved one bit down, make a half of 2^-8 the value (exponent bias 15 - 7), subnormals
+// included. A power of two commutes with every rounding, so e4m3 is rotated at that scale.
+template <typename T, int kMantissaBits, uint16_t kLargestHalf>
+struct Float8Step {
+  static constexpr int kVectors = 2;
+  static constexpr bool kEvenOdd = true;
 
-inline void store(Float16* p, F32 v) { store_bits(p, to_half(v)); }
+  static void load(const T* p, F32* x) {
+    const auto bits = load_bits<U16>(p);
+    x[0] = to_floats(bits << 8);
+    x[1] = to_floats(bits & 0xff00);
+  }
 
-// e5m2 is the upper byte of a half; e4m3's fields shifted into those of a half give 2^-8 of its
-// value (exponent bias 15 - 7), subnormals included.
-inline F32 load(const Float8E5M2* p) { return from_half(widen_bytes(load_bits<U8>(p)) << 8); }
+  static constexpr size_t kStoreBytes = sizeof(U16);
+  template <bool kStream>
+  static void store(T* p, const F32* x) {
+    put<kStream>(p, from_floats(x[0]) | (from_floats(x[1]) << 8));
+  }
 
-inline void store(Float8E5M2* p, F32 v) { store_bits(p, to_float8<2, 15, 0x47600000>(v)); }
+ private:
+  static constexpr int kShift = 10 - kMantissaBits;  // from a half's fields to the type's
 
-inline F32 load(const Float8E4M3* p) {
-  const U16 x = widen_bytes(load_bits<U8>(p));
-  const U16 magnitude = x & 0x7f;
-  const U16 half = (x & 0x80) << 8 | magnitude << 7;
-  const U16 nan = U16{} + 0x7e00;
-  return from_half(magnitude == 0x7f ? nan : half) * 0x1p8f;
-}
+  // byte: the upper one of each lane, the lower one 0.
+  static F32 to_floats(U16 byte) {
+    if constexpr (kShift == 8) {
+      return from_half(byte);
+    } else {
+      const U16 magnitude = byte & 0x7f00;
+      const U16 half = (byte & 0x8000) | (magnitude >> 1);
+      return from_half(magnitude == 0x7f00 ? (U16{} + 0x7e00) : half);
+    }
+  }
 
-inline void store(Float8E4M3* p, F32 v) { store_bits(p, to_float8<3, 7, 0x43e00000>(v)); }
+  // The lower byte of each lane, the upper one 0. What lies beyond the largest number, infinity
+  // included, becomes that; NaN becomes 0x7f, as CUDA's conversion has it.
+  static U16 from_floats(F32 x) {
+    const U16 half = to_half(round(x));  // exact
+    const U16 magnitude = half & 0x7fff;
+    const U16 largest = U16{} + kLargestHalf;
+    const U16 clamped = smaller(magnitude, largest);
+    const U16 bits = (clamped >> kShift) | ((half >> 8) & 0x80);
+    return (S16)magnitude > 0x7c00 ? (U16{} + 0x7f) : bits;
+  }
+
+  // To kMantissaBits, to nearest even: adding 1.5 times the power of two whose last place is the
+  // wanted one, and taking it off again. Below 2^-14, the smallest normal half, the last place
+  // stays the same.
+  static F32 round(F32 v) {
+    const U32 u = (U32)v;
+    const U32 exponent = u & 0x7f800000;
+    const U32 smallest = U32{} + (113u << 23);
+    const F32 magic =
+        (F32)(larger(exponent, smallest) + (((23u - kMantissaBits) << 23) + 0x400000));
+    const F32 rounded = (v + magic) - magic;
+    return (F32)((U32)rounded | (u & 0x80000000));  // a zero keeps its sign
+  }
+};
+
+template <>
+struct Step<Float8E4M3> : Float8Step<Float8E4M3, 3, 0x3f00> {};  // 448 * 2^-8
+
+template <>
+struct Step<Float8E5M2> : Float8Step<Float8E5M2, 2, 0x7b00> {};  // 57344
+
+// Elements of a step.
+template <typename T>
+inline constexpr int64_t kStepSize = int64_t{Step<T>::kVectors} * kWidth;
 
 // Lanes 2i and 2i + 1 exchanged.
 inline F32 swap_pairs(F32 v) {
@@ -230,10 +329,9 @@ inline F32 swap_pairs(F32 v) {
 #endif
 }
 
-// Every lane, or every pair of lanes, the same.
-inline F32 broadcast(const float* p) { return (F32)(U32{} + load_bits<uint32_t>(p)); }
+inline F32 load(const float* p) { return load_bits<F32>(p); }
 
-inline F32 broadcast_pair(const float* p) { return (F32)(U64{} + load_bits<uint64_t>(p)); }
+inline F32 broadcast(const float* p) { return (F32)(U32{} + load_bits<uint32_t>(p)); }
 
 }  // namespace
 }  // namespace kvspan::cpu
