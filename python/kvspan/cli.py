@@ -50,8 +50,8 @@ environment:
 """
 
 _RUN_EPILOG = """\
-A query file is JSON or YAML; '-' reads it from stdin. Several answers are printed one after the
-other, each below a line '--- PATH' that names the generate it is from. With --json, stdout gets
+A query file is JSON, YAML or Lisp; '-' reads it from stdin. Several answers are printed one after
+the other, each below a line '--- PATH' that names the generate it is from. With --json, stdout gets
 nothing but one JSON object, warnings included, and an error is one JSON object on stderr:
 {"error": {"kind": "usage" or "failure" or "interrupted", "message": ..., "path": ..., ...}}
 
@@ -196,7 +196,7 @@ def _add_command(commands: Any, name: str, help: str, epilog: str) -> argparse.A
 
 
 def _add_query(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="query in JSON or YAML; '-' is stdin")
+    parser.add_argument("file", metavar="FILE", help="query in JSON, YAML or Lisp; '-' is stdin")
     parser.add_argument(
         "--lenient",
         action="store_true",
@@ -218,6 +218,20 @@ def _add_query(parser: argparse.ArgumentParser) -> None:
         default="sequential",
         help="positions of spans: one after another (sequential, the default), or side by side "
         "(parallel: no key is rotated and no block copied)",
+    )
+    parser.add_argument(
+        "--order",
+        choices=("canonical", "pinned"),
+        default="canonical",
+        help="order of the spans of a plus: by content, so that equal sets are equal prompts "
+        "(canonical, the default), or as written (pinned)",
+    )
+    parser.add_argument(
+        "--nested",
+        choices=("answer", "whole"),
+        default="answer",
+        help="what an outer generate reads of an inner one in a plus: its answer (the default), or "
+        "input and answer as one reusable span (whole)",
     )
     parser.add_argument(
         "--block-size",
@@ -261,6 +275,12 @@ def _add_run(commands: Any) -> None:
         metavar="N",
         help="calls that may run at the same time (default %(default)s)",
     )
+    add(
+        "--keep-going",
+        action="store_true",
+        help="after a failure, run what does not depend on it; exit status 1",
+    )
+    add("--audit", metavar="FILE", help="append a record of every request to FILE (JSON Lines)")
     add_engine_options(parser)
     parser.set_defaults(command=_run)
 
@@ -294,6 +314,11 @@ def _add_explain(commands: Any) -> None:
         "loaded.\nWithout one, the parts of each prompt are shown, and why they are not counted.",
     )
     _add_query(parser)
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write one self-contained page instead: tree, rules, plan and block layout",
+    )
     parser.set_defaults(command=_explain)
 
 
@@ -372,7 +397,10 @@ def _say(args: argparse.Namespace, line: str) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from kvspan.audit import AuditFile
+    from kvspan.estimate import estimate
     from kvspan.executor import plan_query, run
+    from kvspan.explain import printable
     from kvspan.progress import ProgressBars
     from kvspan.query.nodes import Generate
     from kvspan.query.write import dump_json
@@ -380,7 +408,9 @@ def _run(args: argparse.Namespace) -> int:
     query, said = _read_query(args)
     # Everything that can be wrong with the query is said before a model is loaded.
     with _named_after(args.file):
-        plan, _ = plan_query(query, args.model)
+        plan, _ = plan_query(query, args.model, order=args.order, nested=args.nested)
+    if len(plan.calls) > 1:
+        _say(args, f"running {estimate(plan, max_tokens=args.max_tokens)}")
     one = isinstance(plan.query, Generate)
     root = plan.steps[plan.answers[0]].path if one else None  # type: ignore[union-attr]
     streaming = one and not args.json and (args.stream or sys.stdout.isatty())
@@ -398,7 +428,9 @@ def _run(args: argparse.Namespace) -> int:
         _named_after(args.file),
         _line_ended(lambda: written),
         ProgressBars(args.quiet or args.json) as bars,
+        contextlib.ExitStack() as stack,
     ):
+        audit = stack.enter_context(AuditFile(args.audit)) if args.audit else None
         result = run(
             query,
             open=lambda model: open_engine_with(args, model, bars),
@@ -411,16 +443,24 @@ def _run(args: argparse.Namespace) -> int:
             temperature=args.temperature,
             max_tokens=args.max_tokens,
             max_concurrency=args.concurrency,
+            order=args.order,
+            nested=args.nested,
+            keep_going=args.keep_going,
+            on_print=lambda line: _say(args, printable(line)),
+            on_audit=audit,
         )
+    status = EXIT_FAILURE if result.failures else 0
     if args.json:
         print(dump_json({**result.to_obj(), "warnings": said}, 2))
-        return 0
+        return status
     if not streaming:
         _print_answers(result)
     elif not written:
         print()
+    for failure in result.failures:
+        print(f"kvspan: error: {failure.message}", file=sys.stderr, flush=True)
     _print_summary(args, result)
-    return 0
+    return status
 
 
 @contextlib.contextmanager
@@ -520,7 +560,16 @@ def _explain(args: argparse.Namespace) -> int:
             placement=args.placement,
             block_size=args.block_size,
             layout_for=layouts,
+            order=args.order,
+            nested=args.nested,
         )
+    if args.html:
+        from kvspan.explain_html import write_html
+
+        write_html(explanation, args.html)
+        if not args.json:
+            _say(args, f"wrote {args.html}")
+            return 0
     if args.json:
         print(dump_json({**explanation.to_obj(), "warnings": said}, 2))
     else:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvspan.engine import GenerateRequest, Placement, Scope
 from kvspan.errors import KvspanError, printable, shorten_path
+from kvspan.estimate import Estimate, estimate
 from kvspan.executor import plan_query
+from kvspan.query.forms import Augment, Map, Options, Print, Reduce, Repeat, Retrieve
 from kvspan.query.nodes import Generate, Node, Text, count_nodes
 from kvspan.query.optimizer import Fired
-from kvspan.query.plan import Barrier, Call, Message, Plan, Prompt, Span, put_answers, to_prompt
+from kvspan.query.plan import Call, Message, Plan, Prompt, Span, put_answers, to_prompt
 from kvspan.query.write import to_obj
 
 if TYPE_CHECKING:
@@ -80,6 +82,11 @@ class Explanation:
     block_size: int
     layouts: tuple[CallLayout, ...] = field(default=())
 
+    @property
+    def cost(self) -> Estimate:
+        """Calls, rounds and tokens, before anything has run."""
+        return estimate(self.plan, [layout.num_tokens for layout in self.layouts])
+
     def to_obj(self) -> dict[str, Any]:
         """As JSON values; nested as deeply as the query is, so write it with ``dump_json``."""
         return {
@@ -87,6 +94,7 @@ class Explanation:
             "rules": [fired.to_obj() for fired in self.trace],
             "rewritten": to_obj(self.plan.query),
             "plan": self.plan.to_obj(),
+            "cost": self.cost.to_obj(),
             "scope": self.scope,
             "placement": self.placement,
             "block_size": self.block_size,
@@ -102,13 +110,15 @@ def explain(
     placement: Placement = "sequential",
     block_size: int = 16,
     layout_for: LayoutFor | None = None,
+    **rewriting: Any,
 ) -> Explanation:
     """Explain a query without running it.
 
     model: used instead of every model the query names. layout_for: gives token layouts; without it
     (or where it raises KvspanError) the parts come without counts.
+    rewriting: order, nested and retriever, as for ``kvspan.run``.
     """
-    plan, trace = plan_query(query, model)
+    plan, trace = plan_query(query, model, scope=scope, **rewriting)
     layouts = []
     for call in plan.calls:
         inputs = [plan.steps[id] for id in call.inputs]
@@ -118,8 +128,8 @@ def explain(
         request = GenerateRequest(
             prompt=prompt,
             model=model or call.node.model,
-            scope=scope,
-            placement=placement,
+            scope=call.options.get("scope", scope),  # type: ignore[arg-type]
+            placement=call.options.get("placement", placement),  # type: ignore[arg-type]
             path=call.path,
         )
         layouts.append(_call_layout(request, open_paths, layout_for))
@@ -228,9 +238,14 @@ def render(explanation: Explanation, unicode: bool = True) -> str:
     for fired in explanation.trace:
         change = f"{fired.before} -> {fired.after} nodes"
         lines.append(f"  {fired.rule}: {change}. {fired.does}")
+        for path, order in fired.moved[:HEAD]:
+            old = _list([str(index) for index in order])
+            lines.append(f"    {shorten_path(str(path))}: old places in the new order {old}")
+        if len(fired.moved) > HEAD:
+            lines.append(f"    ... {len(fired.moved) - HEAD:,} more")
     if explanation.trace:
         lines += ["", "Rewritten query", *draw_tree(explanation.plan.query, unicode)]
-    lines += ["", *_plan_lines(explanation.plan)]
+    lines += ["", *_plan_lines(explanation.plan), f"  Cost: {explanation.cost}"]
     lines += ["", *_layout_lines(explanation)]
     return "\n".join(lines) + "\n"
 
@@ -264,13 +279,30 @@ def draw_tree(query: Node, unicode: bool = True) -> list[str]:
 def _label(node: Node) -> str:
     if isinstance(node, Text):
         return f"{node.kind} {quote(node.text)}"
-    if isinstance(node, Generate):
-        label = f"g {printable(node.model)}"
+    if isinstance(node, (Generate, Map)):
+        label = f"{node.kind} {printable(node.model)}"
+        if isinstance(node, Map):
+            label += f" ({len(node.inputs):,} {_plural(len(node.inputs), 'input')})"
         if node.max_tokens is not None:
             label += f" max_tokens={node.max_tokens}"
         if node.temperature is not None:
             label += f" temperature={node.temperature:g}"
         return label
+    if isinstance(node, Repeat):
+        return f"repeat {node.n:,}"
+    if isinstance(node, Print):
+        return f"print {quote(node.text)}"
+    if isinstance(node, Augment):
+        return f"augment document {quote(node.name)}"
+    if isinstance(node, Retrieve):
+        return f"retrieve from {quote(node.corpus)}"
+    if isinstance(node, Reduce):
+        return f"reduce k={node.k}" + ("" if node.closed else " (not declared closed)")
+    if isinstance(node, Options):
+        said = node.said()
+        if "salt" in said:
+            said["salt"] = "..."  # whose salt it is is nobody's business
+        return "options " + printable(" ".join(f"{name}={word}" for name, word in said.items()))
     count = len(node.children)
     if node.kind == "plus":
         return f"plus ({count:,} {_plural(count, 'span')})"
@@ -299,7 +331,7 @@ def _plan_lines(plan: Plan) -> list[str]:
     rows = []
     for call in calls:
         waits = [str(id) for id in call.inputs]
-        after = [str(id) for id in _calls_before(plan, call.after)]
+        after = [str(id) for id in calls_before(plan, call.after)]
         rows.append(
             [
                 str(call.id),
@@ -314,16 +346,16 @@ def _plan_lines(plan: Plan) -> list[str]:
     return lines + _table(header, rows)
 
 
-def _calls_before(plan: Plan, ids: Sequence[int]) -> list[int]:
-    """Calls behind the ids of steps: barriers are an inner matter of the plan."""
+def calls_before(plan: Plan, ids: Sequence[int]) -> list[int]:
+    """Calls behind the ids of steps: barriers are an inner matter of the plan, and lines take no time."""
     found: set[int] = set()
     stack = list(ids)
     while stack:
         step = plan.steps[stack.pop()]
-        if isinstance(step, Barrier):
-            stack.extend(step.after)
-        else:
+        if isinstance(step, Call):
             found.add(step.id)
+        else:
+            stack.extend(step.after)
     return sorted(found)
 
 

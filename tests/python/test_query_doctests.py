@@ -9,6 +9,7 @@ import pytest
 
 MODULES = [
     "errors",
+    "estimate",
     "executor",
     "explain",
     "query.builders",
