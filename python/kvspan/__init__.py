@@ -13,10 +13,11 @@ is first used. See :mod:`kvspan.query.builders` for the query nodes, :func:`kvsp
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+# Not from typing: that takes longer to import than all else here, and Ctrl-C would meet it.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from kvspan.engine import open_engine as open_engine
     from kvspan.errors import KvspanError as KvspanError
     from kvspan.errors import UsageError as UsageError
@@ -63,6 +64,8 @@ def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'kvspan' has no attribute {name!r}")
+    from importlib import import_module
+
     value = getattr(import_module(f"kvspan.{module}"), name)
     globals()[name] = value
     return value

@@ -1,6 +1,6 @@
 """``python -m kvspan``."""
 
-from kvspan.cli import entry_point
+from kvspan.entry import main
 
 if __name__ == "__main__":
-    entry_point()
+    main()

@@ -94,11 +94,6 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see '{self.prog} -h')")
 
 
-def entry_point() -> NoReturn:
-    """The process's own main."""
-    sys.exit(main())
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Prints, and raises nothing but SystemExit for -h."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -486,34 +481,21 @@ def _line_ended(written: Callable[[], bool]) -> Iterator[None]:
 
 def open_engine_with(args: argparse.Namespace, model: str, bars: ProgressBars) -> Engine:
     """The engine that the options of ``add_engine_options`` (and ``--block-size``) describe."""
-    with needs("local"):
+    from kvspan.engine import open_engine
+    from kvspan.extras import engine_extra, importing
+
+    with importing(engine_extra(model)):
         import torch
-
-        from kvspan.engine import open_engine
-
-        if args.threads:
-            torch.set_num_threads(args.threads)
-        return open_engine(
-            model,
-            block_size=args.block_size,
-            kv_cache_gib=args.kv_cache_gib,
-            dtype=args.dtype,
-            device=args.device,
-            progress=bars,
-        )
-
-
-@contextlib.contextmanager
-def needs(extra: str) -> Iterator[None]:
-    """Say which extra to install where something is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("kvspan"):
-            raise
-        raise KvspanError(
-            f"{error.name} is not installed (pip install 'kvspan[{extra}]')"
-        ) from error
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return open_engine(
+        model,
+        block_size=args.block_size,
+        kv_cache_gib=args.kv_cache_gib,
+        dtype=args.dtype,
+        device=args.device,
+        progress=bars,
+    )
 
 
 def _print_answers(result: RunResult) -> None:

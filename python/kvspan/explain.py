@@ -14,6 +14,7 @@ from kvspan.engine import GenerateRequest, Placement, Scope
 from kvspan.errors import KvspanError, printable, shorten_path
 from kvspan.estimate import Estimate, estimate
 from kvspan.executor import plan_query
+from kvspan.extras import engine_extra, importing
 from kvspan.query.forms import Augment, Map, Options, Print, Reduce, Repeat, Retrieve
 from kvspan.query.nodes import Generate, Node, Text, count_nodes
 from kvspan.query.optimizer import Fired
@@ -160,11 +161,9 @@ class TokenizerLayouts:
 
 
 def _load_encoder(model: str, block_size: int) -> PromptEncoder:
-    try:
+    with importing(engine_extra(model)):
         from kvspan.engine.loading import load_tokenizer
         from kvspan.layout import PromptEncoder
-    except ModuleNotFoundError as error:
-        raise KvspanError(f"{error.name} is not installed (pip install 'kvspan[local]')") from None
     return PromptEncoder(load_tokenizer(model), block_size)
 
 

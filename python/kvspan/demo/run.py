@@ -24,6 +24,7 @@ from kvspan.demo.model import is_demo_model
 from kvspan.demo.passages import DemoData, Question, first_line, load
 from kvspan.engine import PLACEMENTS, GenerateRequest, GenerateResult, Placement, open_engine
 from kvspan.errors import KvspanError, UsageError
+from kvspan.extras import engine_extra, importing
 from kvspan.progress import ProgressBars
 from kvspan.query.builders import cross, plus, system, user
 from kvspan.query.plan import to_prompt
@@ -217,7 +218,11 @@ def main(args: argparse.Namespace) -> int:
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads: expected 1 or more, got {args.threads}")
     say: Callable[[str], None] = _silent if args.json else _print
-    threads = _set_threads(args.threads)
+    with importing(engine_extra(args.model)):
+        import torch
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    threads = int(torch.get_num_threads())
     what = "Gemma-3-270M" if is_demo_model(args.model) else args.model
     say(f"kvspan demo: {what}, float32, {threads} CPU threads")
     if is_demo_model(args.model):
@@ -273,14 +278,6 @@ def _print_summary(summary: dict[str, Any]) -> None:
         f"\nWith passages reused the first token comes {summary['warm_speedup']:.1f} times sooner. "
         f"Peak memory {summary['peak_memory_bytes'] / 2**30:.1f} GiB."
     )
-
-
-def _set_threads(threads: int | None) -> int:
-    import torch
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return int(torch.get_num_threads())
 
 
 def _peak_memory_bytes() -> int:

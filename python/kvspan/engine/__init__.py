@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from kvspan.errors import KvspanError, UsageError
+from kvspan.extras import engine_extra, importing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -182,7 +183,8 @@ def open_engine(
     when it is there and cannot be loaded.
     """
     if kind == "openai":
-        from kvspan.engine.openai import OpenAIEngine
+        with importing("openai"):
+            from kvspan.engine.openai import OpenAIEngine
 
         return OpenAIEngine(
             model,
@@ -193,7 +195,8 @@ def open_engine(
         )
     if kind != "local":
         raise UsageError("unknown kind of engine", expected=" or ".join(KINDS), found=repr(kind))
-    from kvspan.engine.local import LocalEngine
+    with importing(engine_extra(model)):
+        from kvspan.engine.local import LocalEngine
 
     return LocalEngine.open(
         model,

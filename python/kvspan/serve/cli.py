@@ -77,9 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from kvspan.cli import needs, open_engine_with
+    from kvspan.cli import open_engine_with
+    from kvspan.extras import importing
 
-    with needs("serve"):
+    with importing("serve"):
         from kvspan.engine.local import LocalEngine
         from kvspan.serve.server import bind, serve, url_of
         from kvspan.serve.service import Service, Settings
