@@ -23,10 +23,10 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHash
 
 from kvspan.errors import UsageError
-from kvspan.vllm.moving import BlockMover, Layout
+from kvspan.vllm.moving import BlockMover
 from kvspan.vllm.params import KEY, SpanAudit, from_params
 from kvspan.vllm.scheduling import Move, SpanRequest, SpanScheduler
-from kvspan.vllm.support import refusal, rotary, version_note
+from kvspan.vllm.support import cache_layout, refusal, rotary, version_note
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -201,7 +201,8 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
             return
         model = self._vllm_config.model_config
         inv_freq, is_neox = rotary(model.hf_text_config, model.get_head_size())
-        layout = _layout(next(iter(kv_caches.values())), self._block_size, model.get_head_size())
+        cache = next(iter(kv_caches.values()))
+        layout = cache_layout(cache.dtype, self._block_size, model.get_head_size())
         self._mover = BlockMover(kv_caches, layout, inv_freq, is_neox)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -225,17 +226,3 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         return
-
-
-def _layout(cache: torch.Tensor, block_size: int, head_size: int) -> Layout:
-    """Where the running attention keeps what, by vLLM's own choice of instruction set on CPUs."""
-    if cache.is_cuda:
-        return "token_rows"
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    isa = _get_attn_isa(cache.dtype, block_size, head_size)
-    if isa == "amx":
-        return "cpu_amx"
-    if isa in ("vec", "vec16"):
-        return "cpu_vec"
-    raise UsageError(f"vLLM's CPU attention for {isa} keeps keys in a layout kvspan does not know")

@@ -10,6 +10,7 @@ import torch
 from kvspan.errors import UsageError
 from kvspan.rope_scaling import inverse_frequencies
 from kvspan.vllm import TESTED_VERSIONS
+from kvspan.vllm.moving import Layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,6 +50,7 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         return "speculative decoding"
     try:
         rotary(model.hf_text_config, model.get_head_size())
+        cache_layout(spec.dtype, spec.block_size, spec.head_size)
     except ValueError as e:
         return str(e)
     return ""
@@ -64,6 +66,23 @@ def rotary(config: Any, head_size: int) -> tuple[torch.Tensor, bool]:
             f"model type {config.model_type}; expected one of {', '.join(NEOX_MODELS)}"
         )
     return inverse_frequencies(parameters, head_size), True
+
+
+def cache_layout(dtype: torch.dtype, block_size: int, head_size: int) -> Layout:
+    """Where vLLM's attention keeps what in a block; UsageError where that is not known."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return "token_rows"
+    # vLLM's CPU attention packs its blocks for the instruction set that it chooses here.
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa = _get_attn_isa(dtype, block_size, head_size)
+    if isa == "amx":
+        return "cpu_amx"
+    if isa in ("vec", "vec16"):
+        return "cpu_vec"
+    raise UsageError(f"vLLM's CPU attention for {isa} keeps keys in an unknown layout")
 
 
 # Model types whose keys rotate in NeoX pairs in vLLM, in every layer, with these frequencies.
