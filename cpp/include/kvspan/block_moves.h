@@ -9,8 +9,7 @@
 // nothing here touches a tensor.
 //
 // 1. Destinations. A move that leaves the choice (kChooseBlock) is done in place, V untouched, if
-// its
-//    source is not referenced, has been rotated fewer than max_generations times (see 7) and is
+//    its source is not referenced, has been rotated fewer than max_generations times (see 7) and is
 //    nobody's destination yet; of several such moves of one source the first gets it, those that
 //    rotate by nothing before others. Otherwise it gets the next free block: a source that is
 //    referenced is copied, always. No step ever writes a block that is referenced.
@@ -18,25 +17,23 @@
 //    cycle, else the first); the others duplicate it, before it is overwritten. Without them the
 //    moves are a partial permutation: chains and cycles.
 // 3. Cycles are the strongly connected components of more than one move (graph.h). Each is opened
-// by
-//    saving one of its blocks in a scratch block: a permutation costs as many copies as it has
-//    moved blocks, and one for each cycle. That is the fewest possible without a second rotation.
-// 4. Depth. A cycle or chain of n moves takes n batches. With max_depth, it is cut into pieces that
-//    run side by side, at one saved block a cut.
+//    by saving one of its blocks in a scratch block: a permutation costs as many copies as it has
+//    moved blocks, and one for each cycle.
+// 4. Depth. A cycle or chain of n moves takes about n batches. With max_depth, it is cut into
+//    pieces that run side by side, at one saved block a cut.
 // 5. Scratch. The saved blocks of a component are held together; components are bin-packed by
-//    first-fit decreasing (bin_packing.h) into rounds of at most num_scratch of them. A component
-//    that needs more than there are saves its blocks on the host instead, at most host_blocks at a
-//    time, packed likewise. Neither budget large enough: an error that names the need.
+//    first-fit decreasing (bin_packing.h) into rounds of at most as many as there are scratch
+//    blocks. A component that needs more saves its blocks on the host instead, at most host_blocks
+//    at a time, packed likewise. Neither budget large enough: an error that names the need.
 // 6. Launches. A batch has at most launch_budget steps; steps that more others wait for, one after
-//    the other, come first (Hu's algorithm), so without cycles no plan has fewer batches. A batch
-//    whose steps times num_layers fit launch_budget is to be fused: one launch for all layers.
+//    the other, come first (Hu's algorithm): without cycles and max_depth, no plan for the same
+//    destinations has fewer batches. A batch whose steps times num_layers fit launch_budget is to
+//    be fused: one launch for all layers.
 // 7. Generations. Rotating a key in bf16 rounds it once more: after n rotations it is off by at
-// most
-//    n 2^-8 of its length (measured: 1.7e-3 fresh, 5.0e-3 after 8, 1.3e-2 after 64, by large
-//    deltas; small ones come closer to the bound). Each move rotates once, saved or not, so its
-//    block gets the generation of its source, plus one unless delta is 0. More than max_generations
-//    is an error: a copy drifts no less, so the caller must choose another source or compute the
-//    block again.
+//    most about n 2^-8 of its length (a prototype measured 1.7e-3 fresh, 5.0e-3 after 8, 1.3e-2
+//    after 64). Each move rotates once, saved or not, so its block gets the generation of its
+//    source, plus one unless delta is 0. More than max_generations is an error: a copy drifts no
+//    less, so the caller must choose another source or compute the block again.
 //
 // Time O(n + c log c) for n moves and c cycles or cut components, and O(n log n) at most where a
 // launch budget is given; no recursion, no allocation per move.
