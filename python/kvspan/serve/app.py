@@ -23,7 +23,7 @@ from kvspan.serve import answers, queries
 from kvspan.serve.answers import Job
 from kvspan.serve.errors import SERVER, APIError, to_api_error, unknown_model
 from kvspan.serve.metrics import CONTENT_TYPE
-from kvspan.serve.service import Service
+from kvspan.serve.service import Admission, Service, shutting_down
 
 CLIENT_LEFT = 499  # nginx's word for it; nobody gets to see it but the metrics
 EVENT_STREAM = [
@@ -154,8 +154,10 @@ class _Endpoint:
         status = 500
         try:
             status = await self._answer(scope, receive, reply)
-        except (Exception, asyncio.CancelledError) as error:
-            failure = self._failure(error)
+        except Exception as error:
+            failure = to_api_error(error)
+            if failure.code == "internal_error":
+                traceback.print_exception(error, file=sys.stderr)
             status = failure.status
             await reply.fail(failure, Request(scope))
         finally:
@@ -165,48 +167,50 @@ class _Endpoint:
     async def _answer(self, scope: Scope, receive: Receive, reply: _Reply) -> int:
         service, request = self.service, Request(scope, receive)
         service.check_key(request.headers.get("authorization"))
-        with service.admitted() as take:
+        with service.admitted() as admission:
             try:
-                body = await self._body(request)
+                body = await self._body(request, admission)
             except ClientDisconnect:
                 return CLIENT_LEFT
             job = await self.read(service, request, body)
-            take(job.units - 1)
-            return await self._run(job, receive, reply)
+            admission.take(job.units - 1)
+            return await self._run(job, admission, receive, reply)
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: Request, admission: Admission) -> bytes:
         settings = self.service.settings
         most = settings.max_body_bytes
         parts: list[bytes] = []
-        size = 0
 
-        async def read() -> None:
-            nonlocal size
+        async def read() -> int:
+            size = 0
             async for part in request.stream():
                 size += len(part)
                 if size <= most:
                     parts.append(part)
                 elif size > most + DISCARD_BYTES:
-                    return
+                    break
+            return size
 
-        try:
-            await asyncio.wait_for(read(), settings.body_timeout)
-        except (TimeoutError, asyncio.TimeoutError):
-            raise APIError(
-                408,
-                f"the body did not arrive within {settings.body_timeout:g} s",
-                code="timeout",
-            ) from None
-        if size > most:
+        reading = asyncio.ensure_future(read())
+        admission.working(reading)
+        await asyncio.wait([reading], timeout=settings.body_timeout)
+        if admission.ended:
+            raise shutting_down()
+        if not reading.done():
+            reading.cancel()
+            limit = f"{settings.body_timeout:g} s"
+            raise APIError(408, f"the body did not arrive within {limit}", code="timeout")
+        if reading.result() > most:
             raise APIError(413, f"the body is larger than {most} bytes", code="request_too_large")
         return b"".join(parts)
 
-    async def _run(self, job: Job, receive: Receive, reply: _Reply) -> int:
+    async def _run(self, job: Job, admission: Admission, receive: Receive, reply: _Reply) -> int:
         """Run a job until it is done, its time is up, or its client has left."""
         settings = self.service.settings
         events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         work = asyncio.ensure_future(job.run(events.put_nowait))
         work.add_done_callback(lambda _: events.put_nowait(None))
+        admission.working(work)
         left = asyncio.ensure_future(_until_left(receive))
         left.add_done_callback(lambda _: work.cancel())
         deadline = time.monotonic() + settings.timeout
@@ -232,6 +236,8 @@ class _Endpoint:
                 await reply.event(encode(event))
             if left.done():
                 return CLIENT_LEFT
+            if admission.ended:
+                raise shutting_down()
             answer = work.result()
             if job.stream:
                 await reply.end()
@@ -242,16 +248,6 @@ class _Endpoint:
             work.cancel()
             left.cancel()
             await asyncio.gather(work, left, return_exceptions=True)
-
-    def _failure(self, error: BaseException) -> APIError:
-        if isinstance(error, asyncio.CancelledError):
-            return APIError(
-                503, "the server is shutting down", type=SERVER, code="shutting_down", retry_after=5
-            )
-        failure = to_api_error(error)
-        if failure.code == "internal_error":
-            traceback.print_exception(error, file=sys.stderr)
-        return failure
 
 
 async def _until_left(receive: Receive) -> None:

@@ -81,7 +81,6 @@ def main(args: argparse.Namespace) -> int:
     from kvspan.extras import importing
 
     with importing("serve"):
-        from kvspan.engine.local import LocalEngine
         from kvspan.serve.server import bind, serve, url_of
         from kvspan.serve.service import Service, Settings
 
@@ -112,6 +111,8 @@ def main(args: argparse.Namespace) -> int:
             )
         with ProgressBars(args.quiet) as bars:
             engine = open_engine_with(args, args.model, bars)
+        from kvspan.engine.local import LocalEngine
+
         assert isinstance(engine, LocalEngine)
         engine.progress = None  # bars of many requests at once would tell nothing
 

@@ -8,7 +8,7 @@ import hmac
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvspan.engine import Capabilities, GenerateRequest, GenerateResult
 from kvspan.serve.errors import SERVER, APIError, unknown_model
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvspan.engine.local import LocalEngine
     from kvspan.layout import SpanLayout
 
+CUT_TIMEOUT_S = 5  # for requests that are cut short to say so
 PROVIDERS = ("local/", "spnl/")  # in queries: the engine that is there
 
 
@@ -42,6 +43,57 @@ class Settings:
     keep_alive: float = 15.0
 
 
+def shutting_down() -> APIError:
+    return APIError(
+        503, "the server is shutting down", type=SERVER, code="shutting_down", retry_after=5
+    )
+
+
+class Admission:
+    """One request that is being answered. units: how much of the server's limit it has taken.
+
+    ended: whether the server has cut it short.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.units = 0
+        self.ended = False
+        self._work: asyncio.Future[Any] | None = None
+
+    def take(self, units: int) -> None:
+        """Take more of the limit. Raises APIError when there is not that much left."""
+        most = self.service.settings.max_requests
+        if self.units + units > most:
+            raise APIError(
+                400,
+                f"expected at most {most} answers in one request; found {self.units + units}",
+                code="invalid_value",
+            )
+        if self.service.units + units > most:
+            raise APIError(
+                429,
+                f"the server is full: {self.service.units} of {most} requests are being answered",
+                type="rate_limit_error",
+                code="too_many_requests",
+                retry_after=1,
+            )
+        self.service.units += units
+        self.units += units
+
+    def working(self, work: asyncio.Future[Any]) -> None:
+        """What is cancelled when the server cuts the request short."""
+        self._work = work
+        if self.ended:
+            work.cancel()
+
+    def end(self) -> None:
+        # Not by cancelling the task that answers: asyncio.wait_for may lose that before 3.12.
+        self.ended = True
+        if self._work is not None:
+            self._work.cancel()
+
+
 class Service:
     """Implements `kvspan.engine.Engine` for the executor: counts every call, and stays open."""
 
@@ -51,8 +103,10 @@ class Service:
         self.metrics = Metrics(engine)
         self.draining = False
         self.started = int(time.time())
-        self._units = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.units = 0  # of max_requests, taken by all requests together
+        self._admitted: set[Admission] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def check_key(self, header: str | None) -> None:
         """Raises APIError unless the Authorization header holds one of the keys."""
@@ -79,50 +133,28 @@ class Service:
     @property
     def running(self) -> int:
         """Requests that are being answered."""
-        return len(self._tasks)
+        return len(self._admitted)
 
     @contextlib.contextmanager
-    def admitted(self) -> Iterator[Callable[[int], None]]:
-        """While a request is answered. Yields what takes further units of the limit.
+    def admitted(self) -> Iterator[Admission]:
+        """While a request is answered.
 
         Raises APIError when the server is full (429) or about to stop (503).
         """
-        taken = 0
-        most = self.settings.max_requests
-
-        def take(units: int) -> None:
-            nonlocal taken
-            if taken + units > most:
-                raise APIError(
-                    400,
-                    f"expected at most {most} answers in one request; found {taken + units}",
-                    code="invalid_value",
-                )
-            if self._units + units > most:
-                raise APIError(
-                    429,
-                    f"the server is full: {self._units} of {most} requests are being answered",
-                    type="rate_limit_error",
-                    code="too_many_requests",
-                    retry_after=1,
-                )
-            self._units += units
-            taken += units
-
         if self.draining:
-            raise APIError(
-                503, "the server is shutting down", type=SERVER, code="shutting_down", retry_after=5
-            )
-        take(1)
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+            raise shutting_down()
+        admission = Admission(self)
+        admission.take(1)
+        self._admitted.add(admission)
+        self._idle.clear()
         self.metrics.in_flight.inc()
         try:
-            yield take
+            yield admission
         finally:
-            self._units -= taken
-            self._tasks.discard(task)
+            self.units -= admission.units
+            self._admitted.discard(admission)
+            if not self._admitted:
+                self._idle.set()
             self.metrics.in_flight.dec()
 
     async def drain(self, give_up: asyncio.Event) -> int:
@@ -131,21 +163,14 @@ class Service:
         give_up: ends the waiting before its time.
         """
         self.draining = True
-        deadline = asyncio.get_running_loop().time() + self.settings.drain
-        while self._tasks and not give_up.is_set():
-            left = deadline - asyncio.get_running_loop().time()
-            if left <= 0:
-                break
-            stop = asyncio.ensure_future(give_up.wait())
-            await asyncio.wait(
-                [*self._tasks, stop], timeout=left, return_when=asyncio.FIRST_COMPLETED
-            )
-            stop.cancel()
-        cut = list(self._tasks)
-        for task in cut:
-            task.cancel()
-        if cut:
-            await asyncio.wait(cut, timeout=5)
+        ends = [asyncio.ensure_future(event.wait()) for event in (self._idle, give_up)]
+        await asyncio.wait(ends, timeout=self.settings.drain, return_when=asyncio.FIRST_COMPLETED)
+        cut = list(self._admitted)
+        for admission in cut:
+            admission.end()
+        await asyncio.wait(ends[:1], timeout=CUT_TIMEOUT_S)
+        for end in ends:
+            end.cancel()
         return len(cut)
 
     # --- the engine, counted ---------------------------------------------------------------------
