@@ -166,7 +166,7 @@ def plan_moves(
             and cycles are cut into pieces that run side by side, at one more saved block a cut.
             Waits for a scratch block to be given back are not counted. None: no limit.
         max_generations: rotations that a block may have behind it; bounds the drift of keys in
-            16-bit storage (bf16: at most about n * 2**-8 of a key's length after n). None: no limit.
+            16-bit storage (bf16: about n * 2**-8 of a key's length at most). None: no limit.
 
     Raises:
         ValueError: for repeated destinations, unequal lengths, bad ids, a referenced destination, a
