@@ -84,7 +84,9 @@ class Bench:
             )
             rates = []
             if items is not None:
-                rates.append(f"{items / row.median / 1e6:,.1f} M {unit}/s")
+                rate = items / row.median
+                scaled = f"{rate / 1e6:,.1f} M" if rate >= 1e6 else f"{rate / 1e3:,.1f} k"
+                rates.append(f"{scaled} {unit}/s")
             if num_bytes is not None:
                 rates.append(f"{num_bytes / row.median / 1e9:,.1f} GB/s")
             row.rate = ", ".join(rates)
