@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import json
 import math
@@ -16,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from kvspan import __version__
 from kvspan.errors import KvspanError, UsageError
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from kvspan.query.nodes import Node
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+# What the system says of an output that cannot take more.
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 _EXAMPLES = """\
 examples:
@@ -46,7 +49,8 @@ exit status:
   0 done, 1 failed, 2 a mistake in the command line or the query, 130 interrupted by Ctrl-C
 
 environment:
-  KVSPAN_DEBUG=1  show the traceback of an error
+  KVSPAN_CACHE=DIR  keep the converted demo model there (default: ~/.cache/kvspan)
+  KVSPAN_DEBUG=1    show the traceback of an error
 """
 
 _RUN_EPILOG = """\
@@ -93,6 +97,12 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see '{self.prog} -h')")
 
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+        # argparse's own swallows errors, and -h into a full disk would count as done.
+        stream = file or sys.stderr
+        stream.write(message)
+        stream.flush()
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Prints, and raises nothing but SystemExit for -h."""
@@ -101,16 +111,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a character the terminal cannot show
+    if sys.stderr is None:  # closed; print(file=None) would write to stdout
+        sys.stderr = open(os.devnull, "w")
     try:
-        args = _parser(words).parse_args(words)
+        args, unknown = _parser(words).parse_known_args(words)
+        if unknown:
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        if sys.stdout is None and words[:1] != ["serve"]:
+            raise KvspanError("cannot write the output: stdout is closed")
         status = int(args.command(args) or 0)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # Whoever read our output has left. Nothing can be said, not even by the flush at exit.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()  # whoever read it has left: there is nothing to be said
         return EXIT_FAILURE
     except KeyboardInterrupt:
         _debug_traceback()
@@ -126,8 +140,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(KvspanError("out of memory"), "failure", EXIT_FAILURE, as_json)
     except Exception as error:
         _debug_traceback()
+        if isinstance(error, OSError) and not error.filename and error.errno in _CANNOT_WRITE:
+            _discard_output()
+            failure = KvspanError(f"cannot write the output: {error.strerror}")
+            return _report(failure, "failure", EXIT_FAILURE, as_json)
         text = f"internal error: {type(error).__name__}: {error} (KVSPAN_DEBUG=1 shows where)"
         return _report(KvspanError(text), "failure", EXIT_FAILURE, as_json)
+
+
+def _discard_output() -> None:
+    """What is left in the buffer of stdout must not fail once more when the process ends."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _debug_traceback() -> None:
@@ -163,10 +187,11 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kvspan {__version__}")
-    parser.set_defaults(command=lambda args: _no_command(parser))
+    parser.set_defaults(command=lambda args: _no_command(parser), parser=parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_run(commands)
     _add_explain(commands)
+    _add_bulk(commands)
     _add_schema(commands)
     for name, help, epilog, module in _LAZY_COMMANDS:
         _add_lazy(commands, words, name, help, epilog, module)
@@ -187,18 +212,27 @@ def _add_command(commands: Any, name: str, help: str, epilog: str) -> argparse.A
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.set_defaults(parser=parser)
     return parser
 
 
 def _add_query(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="query in JSON, YAML or Lisp; '-' is stdin")
+    add_query_options(parser)
+
+
+def add_query_options(parser: argparse.ArgumentParser) -> None:
+    """How queries are read, rewritten and laid out, for every command that does."""
     parser.add_argument(
         "--lenient",
         action="store_true",
         help="warn about unknown keys and legacy forms of spnl instead of refusing them",
     )
     parser.add_argument(
-        "--model", metavar="ID_OR_PATH", help="use this model in place of every model in the query"
+        "--model",
+        type=model_name,
+        metavar="ID_OR_PATH",
+        help="use this model in place of every model in the query",
     )
     parser.add_argument(
         "--scope",
@@ -243,20 +277,7 @@ def _add_run(commands: Any) -> None:
     parser = _add_command(commands, "run", "run a query and print its answer", _RUN_EPILOG)
     _add_query(parser)
     add = parser.add_argument
-    add("--seed", type=whole(None), default=0, help="seed of the run (default %(default)s)")
-    add(
-        "--temperature",
-        type=number(0, "0 or more"),
-        metavar="T",
-        help="for generates that set none: 0 is greedy (default 0.6)",
-    )
-    add(
-        "--max-tokens",
-        type=whole(0),
-        metavar="N",
-        help="for generates that set none (default: the engine's)",
-    )
-    add("--salt", default="", help="tenant salt: runs with other salts share no cached blocks")
+    add_run_options(parser)
     add(
         "--stream",
         action="store_true",
@@ -278,6 +299,25 @@ def _add_run(commands: Any) -> None:
     add("--audit", metavar="FILE", help="append a record of every request to FILE (JSON Lines)")
     add_engine_options(parser)
     parser.set_defaults(command=_run)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """How generates are run, for every command that runs them."""
+    add = parser.add_argument
+    add("--seed", type=whole(None), default=0, help="seed of the run (default %(default)s)")
+    add(
+        "--temperature",
+        type=number(0, "0 or more"),
+        metavar="T",
+        help="for generates that set none: 0 is greedy (default 0.6)",
+    )
+    add(
+        "--max-tokens",
+        type=whole(0),
+        metavar="N",
+        help="for generates that set none (default: the engine's)",
+    )
+    add("--salt", default="", help="tenant salt: runs with other salts share no cached blocks")
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -317,6 +357,16 @@ def _add_explain(commands: Any) -> None:
     parser.set_defaults(command=_explain)
 
 
+def _add_bulk(commands: Any) -> None:
+    from kvspan import cli_bulk
+
+    parser = _add_command(
+        commands, "bulk", "answer many queries from a file of JSON Lines", cli_bulk.EPILOG
+    )
+    cli_bulk.add_arguments(parser)
+    parser.set_defaults(command=cli_bulk.main)
+
+
 def _add_schema(commands: Any) -> None:
     help = "print the JSON Schema of queries"
     parser = _add_command(commands, "schema", help, "For editors and other programs.")
@@ -349,6 +399,13 @@ def whole(least: int | None) -> Any:
     return parse
 
 
+def model_name(text: str) -> str:
+    """An argparse type: what the embedded engine may be asked to open."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder, a hub id or 'demo', got an empty name")
+    return text
+
+
 def number(least: float | None, words: str) -> Any:
     """An argparse type: a number from least on, or above 0 for None. words: say so."""
 
@@ -375,14 +432,22 @@ def _read_query(args: argparse.Namespace) -> tuple[Node, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", QueryWarning)
         if args.file == "-":
-            data = sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read()
-            query = loads(data, lenient=args.lenient, source="<stdin>")
+            query = loads(_read_stdin(), lenient=args.lenient, source="<stdin>")
         else:
             query = load(args.file, lenient=args.lenient)
     said = [str(warning.message) for warning in caught]
     for line in said:
         _say(args, f"warning: {line}")
     return query, said
+
+
+def _read_stdin() -> str | bytes:
+    if sys.stdin is None:
+        raise UsageError("stdin is closed", source="<stdin>")
+    try:
+        return sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read()
+    except OSError as error:
+        raise UsageError(f"cannot read it: {error.strerror}", source="<stdin>") from None
 
 
 def _say(args: argparse.Namespace, line: str) -> None:
@@ -453,7 +518,8 @@ def _run(args: argparse.Namespace) -> int:
     elif not written:
         print()
     for failure in result.failures:
-        print(f"kvspan: error: {failure.message}", file=sys.stderr, flush=True)
+        line = f"kvspan: error: {printable(_source(args.file))}: {failure.message}"
+        print(line, file=sys.stderr, flush=True)
     _print_summary(args, result)
     return status
 
@@ -463,10 +529,14 @@ def _named_after(file: str) -> Iterator[None]:
     """Put the file in front of the JSON path of an error."""
     try:
         yield
-    except UsageError as error:
+    except KvspanError as error:
         if error.path and not error.source:
-            error.source = "<stdin>" if file == "-" else file
+            error.source = _source(file)
         raise
+
+
+def _source(file: str) -> str:
+    return "<stdin>" if file == "-" else file
 
 
 @contextlib.contextmanager

@@ -346,7 +346,7 @@ def _plan_lines(plan: Plan) -> list[str]:
 
 
 def calls_before(plan: Plan, ids: Sequence[int]) -> list[int]:
-    """Calls behind the ids of steps: barriers are an inner matter of the plan, and lines take no time."""
+    """Calls behind the ids of steps; barriers and lines are an inner matter of the plan."""
     found: set[int] = set()
     stack = list(ids)
     while stack:

@@ -205,8 +205,7 @@ def _plan_svg(plan: Plan) -> str:
         free = (tallest - rows[at]) * (_BOX_HEIGHT + _GAP_Y) / 2
         row = filled.get(at, 0)
         filled[at] = row + 1
-        x = 4 + at * (_BOX_WIDTH + _GAP_X)
-        place[call.id] = (x, 4 + free + row * (_BOX_HEIGHT + _GAP_Y))
+        place[call.id] = (4 + at * (_BOX_WIDTH + _GAP_X), 4 + free + row * (_BOX_HEIGHT + _GAP_Y))
     parts: list[str] = []
     for call in calls:
         links = [(id, "input") for id in call.inputs] + [(id, "after") for id in before[call.id]]
@@ -281,7 +280,7 @@ def _call(layout: CallLayout, block_size: int) -> str:
 
 def _classes(parts: Iterable[Part]) -> list[str]:
     """One CSS class per part; neighbouring spans take turns."""
-    out = []
+    out: list[str] = []
     spans = 0
     for part in parts:
         spans += part.kind == "span"

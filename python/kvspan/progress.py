@@ -9,6 +9,7 @@ from typing import Any
 # A prefill shorter than this is over before a bar could be read.
 MIN_PREFILL_TOKENS = 512
 _BYTES = ("download", "convert")
+_UNITS = {"prefill": "token", "bulk": "query"}
 
 
 class ProgressBars:
@@ -35,10 +36,11 @@ class ProgressBars:
                 from tqdm import tqdm
 
                 scale = phase in _BYTES
-                unit = "B" if scale else "token" if phase == "prefill" else "step"
+                unit = "B" if scale else _UNITS.get(phase, "step")
                 self._bar = tqdm(
                     desc=phase,
                     total=total,
+                    initial=done if phase == "bulk" else 0,  # what was done before took no time
                     unit=unit,
                     unit_scale=scale,
                     unit_divisor=1024,

@@ -13,6 +13,7 @@ MODULES = [
     "executor",
     "explain",
     "query.builders",
+    "query.bulk_order",
     "query.expand",
     "query.lisp",
     "query.nodes",

@@ -1,0 +1,405 @@
+"""Many queries from a file of JSON Lines, answered into another one, in the order they came.
+
+    run_bulk("in.jsonl", "out.jsonl", engine=engine)
+
+A line is a query, or ``{"id": ..., "query": ...}``; the line of its result is
+``{"index", "id", "answers", "usage"}`` or ``{"index", "id", "error": {"path", "message", ...}}``.
+Blank lines are skipped and have no result.
+
+Queries are read a window at a time. Within a window those that share fragments run close in time
+(``kvspan.query.bulk_order``), and what is known is appended to a journal beside the output at once,
+so that a run that was killed goes on where it stopped. When a window is done its results go to the
+output in the caller's order; the output is thus always the beginning of what it will be. Each query
+has a seed of its own, from its place in the file, so no order changes an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvspan.errors import KvspanError, UsageError
+from kvspan.executor import Opener, arun, derive_seed, plan_query
+from kvspan.query.bulk_order import fragment_keys, greedy_order
+from kvspan.query.nodes import Node
+from kvspan.query.read import from_obj
+from kvspan.query.text import parse_json
+
+if TYPE_CHECKING:
+    from kvspan.engine import Capabilities, Engine, GenerateRequest, GenerateResult
+
+DEFAULT_WINDOW = 1024  # queries in memory at a time
+DEFAULT_PARALLEL = 8  # queries that run at the same time
+
+# Called with (queries done, queries in all), those of an earlier run included.
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class BulkSummary:
+    """What a bulk run did. resumed: results that an earlier run had left."""
+
+    queries: int
+    failed: int
+    resumed: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+def run_bulk(
+    source: str | os.PathLike[str], output: str | os.PathLike[str], **options: Any
+) -> BulkSummary:
+    """Answer every query of a file and wait for it. See ``arun_bulk``."""
+    return asyncio.run(arun_bulk(source, output, **options))
+
+
+async def arun_bulk(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    engine: Engine | None = None,
+    open: Opener | None = None,
+    window: int = DEFAULT_WINDOW,
+    parallel: int = DEFAULT_PARALLEL,
+    reorder: bool = True,
+    lenient: bool = False,
+    overwrite: bool = False,
+    on_progress: OnProgress | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> BulkSummary:
+    """Answer every query of a file.
+
+    source, output: files of JSON Lines. If ``output`` and its journal are there from a run with the
+        same source and options, the run goes on; any other ``output`` is an error, unless
+        ``overwrite``.
+    engine, open, seed, and options: as for ``kvspan.run``; engines stay open for the whole run.
+    window: queries that are read and ordered at a time. parallel: queries that run at the same
+        time. reorder: False runs them as they come. lenient: see ``kvspan.query.read``.
+
+    A query that cannot be read or run is a result with an error; it stops nothing. Raises
+    UsageError for files that cannot be read or written.
+    """
+    if window < 1 or parallel < 1:
+        raise UsageError("bad window or parallel", expected="1 or more", found="less")
+    _check_options(seed, options)
+    # What answers depend on: a run with other settings does not go on from this one.
+    settings: dict[str, Any] = {"seed": seed, "lenient": lenient}
+    for name, value in options.items():
+        if isinstance(value, (str, int, float, type(None))) and name != "max_concurrency":
+            settings[name] = value
+    path, out = Path(source), Path(output)
+    total, digest = await asyncio.to_thread(_survey, path, settings)
+    journal = _Journal(out, digest, overwrite)
+    router = None if engine is not None else _Router(open)
+    tally = _Tally(resumed=journal.done_before)
+    try:
+        report = on_progress or (lambda done, total: None)
+        report(journal.done_before, total)
+        bulk = _Bulk(engine or router, lenient, seed, options, parallel, reorder)  # type: ignore[arg-type]
+        for lines in _windows(path, window, skip=journal.written):
+            kept = journal.kept
+            missing = [line for line in lines if line[0] not in kept]
+            async for result in bulk.run(missing):
+                tally.add(result)
+                journal.add(result)
+                report(tally.resumed + tally.queries, total)
+            journal.flush([index for index, _, _ in lines])
+        journal.finish()
+    finally:
+        journal.close()
+        if router is not None:
+            router.close()
+    return tally.summary(total)
+
+
+def _check_options(seed: int, options: dict[str, Any]) -> None:
+    from kvspan.executor import Options
+
+    try:
+        Options(seed=seed, **options)
+    except TypeError as error:
+        raise UsageError(f"unknown option: {error}") from None
+
+
+_Line = tuple[int, int, str]  # index among the queries, line number, text
+
+
+def _read_lines(path: Path) -> Iterator[_Line]:
+    index = 0
+    try:
+        with path.open("rb") as file:
+            for number, data in enumerate(file, 1):
+                if data.strip():
+                    yield index, number, data.decode("utf-8", errors="surrogateescape")
+                    index += 1
+    except FileNotFoundError:
+        raise UsageError("no such file", source=str(path)) from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(f"cannot read the file: {reason}", source=str(path)) from None
+
+
+def _windows(path: Path, size: int, skip: int) -> Iterator[list[_Line]]:
+    lines: list[_Line] = []
+    for line in _read_lines(path):
+        if line[0] >= skip:
+            lines.append(line)
+            if len(lines) == size:
+                yield lines
+                lines = []
+    if lines:
+        yield lines
+
+
+def _survey(path: Path, settings: dict[str, Any]) -> tuple[int, str]:
+    """Number of queries, and a digest of them and of what their answers depend on."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    total = 0
+    for _, _, text in _read_lines(path):
+        digest.update(text.encode("utf-8", errors="surrogateescape"))
+        total += 1
+    return total, digest.hexdigest()
+
+
+class _Bulk:
+    """Runs windows of queries."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        lenient: bool,
+        seed: int,
+        options: dict[str, Any],
+        parallel: int,
+        reorder: bool,
+    ) -> None:
+        self.engine = engine
+        self.lenient = lenient
+        self.seed = seed
+        self.options = options
+        self.parallel = parallel
+        self.reorder = reorder
+
+    async def run(self, lines: list[_Line]) -> Any:
+        """The results of a window, as they come."""
+        queries: list[tuple[int, Any, Node]] = []
+        for index, number, text in lines:
+            name: Any = None
+            try:
+                name, query = self.read(text)
+                # What is wrong with a query is known before anything of it has run.
+                plan_query(
+                    query, self.options.get("model"), retriever=self.options.get("retriever")
+                )
+            except KvspanError as error:
+                yield _failed(index, name, error, number)
+            else:
+                queries.append((index, name, query))
+        order = range(len(queries))
+        if self.reorder:
+            order = greedy_order([fragment_keys(query) for _, _, query in queries])  # type: ignore[assignment]
+        waiting = iter([queries[place] for place in order])
+        running: set[asyncio.Task[dict[str, Any]]] = set()
+        try:
+            while True:
+                while len(running) < self.parallel and (entry := next(waiting, None)) is not None:
+                    running.add(asyncio.create_task(self.one(*entry)))
+                if not running:
+                    return
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    yield task.result()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def read(self, text: str) -> tuple[Any, Node]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UsageError("the line is not UTF-8") from None
+        value = parse_json(text)
+        name = None
+        if isinstance(value, dict) and "query" in value:
+            extra = sorted(set(value) - {"id", "query"})
+            if extra:
+                raise UsageError(
+                    "unknown key beside the query", expected="id and query", found=repr(extra[0])
+                )
+            name, value = value.get("id"), value["query"]
+        return name, from_obj(value, lenient=self.lenient)
+
+    async def one(self, index: int, name: Any, query: Node) -> dict[str, Any]:
+        seed = derive_seed(self.seed, f"bulk[{index}]")
+        try:
+            result = await arun(query, engine=self.engine, seed=seed, **self.options)
+        except KvspanError as error:
+            return _failed(index, name, error, None)
+        record: dict[str, Any] = {"index": index, "id": name, "answers": result.answers}
+        if result.failures:
+            record["failures"] = [failure.to_obj() for failure in result.failures]
+        return {**record, "usage": asdict(result.usage)}
+
+
+def _failed(index: int, name: Any, error: KvspanError, number: int | None) -> dict[str, Any]:
+    kind = "usage" if isinstance(error, UsageError) else "failure"
+    fields: dict[str, Any] = {"kind": kind, "message": str(error)}
+    if number is not None:
+        fields["input_line"] = number
+    if isinstance(error, UsageError) and error.path:
+        fields["path"] = error.path
+    return {"index": index, "id": name, "error": fields}
+
+
+class _Tally:
+    def __init__(self, resumed: int) -> None:
+        self.resumed = resumed
+        self.queries = self.failed = self.prompt = self.cached = self.completion = 0
+
+    def add(self, record: dict[str, Any]) -> None:
+        self.queries += 1
+        self.failed += "error" in record or "failures" in record
+        usage = record.get("usage", {})
+        self.prompt += usage.get("prompt_tokens", 0)
+        self.cached += usage.get("cached_tokens", 0)
+        self.completion += usage.get("completion_tokens", 0)
+
+    def summary(self, total: int) -> BulkSummary:
+        return BulkSummary(
+            total, self.failed, self.resumed, self.prompt, self.cached, self.completion
+        )
+
+
+class _Journal:
+    """The output and, until it is complete, the journal beside it.
+
+    The journal's first line says which run it is of; the others are results in the order they came,
+    of the window that is not yet in the output. ``written``: results in the output. ``kept``: the
+    lines of those in the journal, by index.
+    """
+
+    def __init__(self, out: Path, digest: str, overwrite: bool) -> None:
+        self.out = out
+        self.path = out.with_name(out.name + ".journal")
+        self.digest = digest
+        self.kept: dict[int, str] = {}
+        self.written = 0
+        if overwrite:
+            for path in (self.path, out):
+                path.unlink(missing_ok=True)
+        if self.path.exists():
+            self._resume()
+        elif out.exists():
+            raise UsageError(
+                "the output is there already (--overwrite replaces it)", source=str(out)
+            )
+        self.done_before = self.written + len(self.kept)
+        try:
+            self._restart()
+            self.output = out.open("ab")
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise UsageError(f"cannot write the output: {reason}", source=str(out)) from None
+
+    def _resume(self) -> None:
+        head, *lines = _whole_lines(self.path) or [b"{}"]
+        if json.loads(head).get("run") != self.digest:
+            raise UsageError(
+                "a journal of another run is there: other queries or other options (--overwrite "
+                "starts anew)",
+                source=str(self.path),
+            )
+        if self.out.exists():
+            whole = _whole_lines(self.out)
+            self.written = len(whole)
+            os.truncate(self.out, sum(len(line) + 1 for line in whole))
+        for line in lines:
+            index = json.loads(line)["index"]
+            # Results that reached the output just before the end are in both files.
+            if index >= self.written:
+                self.kept[index] = line.decode()
+
+    def _restart(self) -> None:
+        """A new journal with what is kept, put in the place of the old one in one step."""
+        new = self.path.with_name(self.path.name + ".new")
+        with new.open("wb") as file:
+            file.write(json.dumps({"run": self.digest}).encode() + b"\n")
+            for line in self.kept.values():
+                file.write(line.encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self.path)
+        self.file = self.path.open("ab")
+
+    def add(self, record: dict[str, Any]) -> None:
+        line = json.dumps(record, ensure_ascii=True)
+        self.kept[record["index"]] = line
+        self.file.write(line.encode() + b"\n")
+        self.file.flush()
+
+    def flush(self, indexes: list[int]) -> None:
+        """Move a complete window to the output."""
+        for index in indexes:
+            self.output.write(self.kept.pop(index).encode() + b"\n")
+        self.output.flush()
+        os.fsync(self.output.fileno())
+        self.file.close()
+        self._restart()
+
+    def finish(self) -> None:
+        self.close()
+        self.path.unlink()
+
+    def close(self) -> None:
+        for file in (self.file, self.output):
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file without the last one if it was cut short."""
+    return path.read_bytes().split(b"\n")[:-1]
+
+
+class _Router:
+    """An engine that passes each request to that of its model, opened when it is first needed."""
+
+    def __init__(self, open: Opener | None) -> None:
+        self.open = open
+        self.engines: dict[str, asyncio.Task[Engine]] = {}
+
+    async def _engine(self, model: str) -> Engine:
+        if model not in self.engines:
+            self.engines[model] = asyncio.create_task(asyncio.to_thread(self._opened, model))
+        return await asyncio.shield(self.engines[model])
+
+    def _opened(self, model: str) -> Engine:
+        from kvspan.engine import open_engine
+
+        return (self.open or open_engine)(model)
+
+    async def generate(
+        self, request: GenerateRequest, on_text: Callable[[str], None] | None = None
+    ) -> GenerateResult:
+        return await (await self._engine(request.model)).generate(request, on_text)
+
+    async def prepare(self, request: GenerateRequest) -> GenerateResult:
+        return await (await self._engine(request.model)).prepare(request)
+
+    def capabilities(self) -> Capabilities:
+        raise KvspanError("engines of several models have no capabilities in common")
+
+    def close(self) -> None:
+        for task in self.engines.values():
+            if task.done() and not task.cancelled() and task.exception() is None:
+                task.result().close()

@@ -1,0 +1,97 @@
+"""``kvspan bulk``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from dataclasses import asdict
+
+EPILOG = """\
+A line of IN is a query in JSON, or {"id": ..., "query": ...}. OUT gets one line for each, in the
+same order: {"index", "id", "answers", "usage"}, or {"index", "id", "error"} for a query that could
+not be read or run. Queries that share fragments run close in time; that changes no answer.
+
+A run that was interrupted goes on where it stopped when the same command is given again; until it
+is complete, OUT.journal lies beside OUT. Exit status: 1 if any query failed.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    from kvspan import cli
+
+    add = parser.add_argument
+    add("file", metavar="IN.jsonl", help="queries, one a line")
+    add("-o", "--output", metavar="OUT.jsonl", required=True, help="results, one a line")
+    add("--overwrite", action="store_true", help="replace OUT, also that of an unfinished run")
+    add(
+        "--window",
+        type=cli.whole(1),
+        default=1024,
+        metavar="N",
+        help="queries in memory, and put in order, at a time (default %(default)s)",
+    )
+    add(
+        "--parallel",
+        type=cli.whole(1),
+        default=8,
+        metavar="N",
+        help="queries that run at the same time (default %(default)s)",
+    )
+    add("--no-reorder", action="store_true", help="run queries in the order they come")
+    add("--concurrency", type=cli.whole(1), default=16, metavar="N", help="calls of one query that "
+        "may run at the same time (default %(default)s)")  # fmt: skip
+    add("--audit", metavar="FILE", help="append a record of every request to FILE (JSON Lines)")
+    cli.add_query_options(parser)
+    cli.add_run_options(parser)
+    cli.add_engine_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the command; the exit status."""
+    from kvspan import cli
+    from kvspan.audit import AuditFile
+    from kvspan.bulk import run_bulk
+    from kvspan.progress import ProgressBars
+
+    with (
+        contextlib.ExitStack() as stack,
+        ProgressBars(args.quiet or args.json) as bars,
+        ProgressBars(args.quiet or args.json) as loading,
+    ):
+        audit = stack.enter_context(AuditFile(args.audit)) if args.audit else None
+        summary = run_bulk(
+            args.file,
+            args.output,
+            open=lambda model: cli.open_engine_with(args, model, loading),
+            on_progress=lambda done, total: bars("bulk", done, total),
+            window=args.window,
+            parallel=args.parallel,
+            reorder=not args.no_reorder,
+            lenient=args.lenient,
+            overwrite=args.overwrite,
+            model=args.model,
+            seed=args.seed,
+            scope=args.scope,
+            placement=args.placement,
+            salt=args.salt,
+            temperature=args.temperature,
+            max_tokens=args.max_tokens,
+            max_concurrency=args.concurrency,
+            order=args.order,
+            nested=args.nested,
+            on_audit=audit,
+        )
+    if args.json:
+        print(json.dumps(asdict(summary)))
+    elif not args.quiet:
+        resumed = f", {summary.resumed:,} of them by an earlier run" if summary.resumed else ""
+        print(
+            f"kvspan: {summary.queries:,} queries{resumed}, {summary.failed:,} failed, "
+            f"{summary.prompt_tokens:,} prompt tokens ({summary.cached_tokens:,} from the cache), "
+            f"{summary.completion_tokens:,} new tokens; results in {args.output}",
+            file=sys.stderr,
+        )
+    return cli.EXIT_FAILURE if summary.failed else 0
