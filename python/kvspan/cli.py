@@ -74,8 +74,15 @@ never an option's value, which other users of the machine could see.
 SIGTERM and Ctrl-C let running requests finish and refuse new ones (503); a second one ends all.
 """
 
-# Name, help, epilog, and the module that has add_arguments and main.
-_LAZY_COMMANDS = (
+# Name, help, epilog (None: the module's EPILOG), and the module with add_arguments and main.
+_LAZY_COMMANDS: tuple[tuple[str, str, str | None, str], ...] = (
+    ("models", "list the models that an engine can run", None, "kvspan.cli_models"),
+    (
+        "completion",
+        "print the script that makes a shell complete kvspan's command line",
+        None,
+        "kvspan.cli_completion",
+    ),
     (
         "serve",
         "serve a model over HTTP, OpenAI-compatible, with spans",
@@ -106,6 +113,10 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Prints, and raises nothing but SystemExit for -h."""
+    if argv is None and "_ARGCOMPLETE" in os.environ:
+        from kvspan import cli_completion
+
+        cli_completion.answer(_parser)
     words = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in words
     for stream in (sys.stdout, sys.stderr):
@@ -321,7 +332,15 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the embedded engine, for every command that opens one."""
+    """Which engine, and the options of each, for every command that opens one."""
+    from kvspan import cli_server
+
+    cli_server.add_arguments(parser)
+    add_local_engine_options(parser)
+
+
+def add_local_engine_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the embedded engine."""
     add = parser.add_argument
     add(
         "--kv-cache-gib",
@@ -375,12 +394,13 @@ def _add_schema(commands: Any) -> None:
 
 
 def _add_lazy(
-    commands: Any, words: Sequence[str], name: str, help: str, epilog: str, module: str
+    commands: Any, words: Sequence[str], name: str, help: str, epilog: str | None, module: str
 ) -> None:
     """A command that brings its own options; its module is not imported for any other command."""
-    parser = _add_command(commands, name, help, epilog)
+    parser = _add_command(commands, name, help, epilog or "")
     if words[:1] == [name]:
         brought = import_module(module)
+        parser.epilog = brought.EPILOG if epilog is None else epilog
         brought.add_arguments(parser)
         parser.set_defaults(command=brought.main)
 
@@ -551,6 +571,10 @@ def _line_ended(written: Callable[[], bool]) -> Iterator[None]:
 
 def open_engine_with(args: argparse.Namespace, model: str, bars: ProgressBars) -> Engine:
     """The engine that the options of ``add_engine_options`` (and ``--block-size``) describe."""
+    from kvspan import cli_server
+
+    if cli_server.is_server(args):
+        return cli_server.open_server(args, model)
     from kvspan.engine import open_engine
     from kvspan.extras import engine_extra, importing
 

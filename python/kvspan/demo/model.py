@@ -57,6 +57,15 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvspan"
 
 
+def demo_model_folder() -> Path:
+    """Where `demo_model_path` puts the model, whether it is there or not.
+
+    Raises UsageError when the packages are not installed.
+    """
+    _, digest = _expected_checksum()
+    return cache_root() / f"{CACHE_NAME}-{digest[:16]}-v{FORMAT}"
+
+
 def demo_model_path(progress: Progress | None = None) -> Path:
     """The folder with the demo model as an ordinary transformers checkpoint; made on first use.
 
@@ -70,7 +79,7 @@ def demo_model_path(progress: Progress | None = None) -> Path:
     Google's Gemma Terms of Use apply to the weights, which are never part of kvspan.
     """
     name, digest = _expected_checksum()
-    folder = cache_root() / f"{CACHE_NAME}-{digest[:16]}-v{FORMAT}"
+    folder = demo_model_folder()
     if _is_intact(folder):
         return folder
     parts = [_part(package) for package in PART_PACKAGES]

@@ -18,7 +18,7 @@ KEY_VARIABLE = "KVSPAN_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from kvspan.cli import add_engine_options, number, whole
+    from kvspan.cli import add_local_engine_options, number, whole
 
     add = parser.add_argument
     add(
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="tokens per KV block; spans are padded to whole blocks (default %(default)s)",
     )
-    add_engine_options(parser)
+    add_local_engine_options(parser)
     add("--json", action="store_true", help="say where the server listens as one JSON object")
     add("--quiet", action="store_true", help="no progress, notes or warnings")
 
