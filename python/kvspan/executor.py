@@ -333,8 +333,7 @@ class _Job:
             task = asyncio.current_task()
             if task is not None and _being_cancelled(task):
                 raise
-            path = shorten_path(call.path)
-            raise KvspanError(f"{path}: the engine cancelled the call") from None
+            raise KvspanError("the engine cancelled the call", path=call.path) from None
         except Exception as error:
             raise _placed(error, call.path) from error
         assert request.temperature is not None
@@ -358,8 +357,7 @@ class _Job:
         try:
             prompt = to_prompt(below, where)
         except UsageError:
-            where = shorten_path(where)
-            raise KvspanError(f"{where}: every answer it was to read came back empty") from None
+            raise KvspanError("every answer it was to read came back empty", path=where) from None
         temperature = node.temperature
         if temperature is None:
             temperature = options.temperature
@@ -398,13 +396,13 @@ def _being_cancelled(task: asyncio.Task[Any]) -> bool:
 
 
 def _placed(error: Exception, path: str) -> KvspanError:
-    """The error with the path of the call in front, of the same kind."""
+    """The error with the path of the call, of the same kind."""
     message = str(error)
-    place = shorten_path(path)
     if isinstance(error, KvspanError):
         kind = UsageError if isinstance(error, UsageError) else KvspanError
-        for named in (path, place):  # engines may name the path themselves
+        for named in (path, shorten_path(path)):  # engines may name the path themselves
             if message.startswith((f"{named}: ", f"{named}.")):
-                return kind(place + message[len(named) :])
-        return kind(f"{place}: {message}")
-    return KvspanError(f"{place}: generate failed: {type(error).__name__}: {message}")
+                below, _, text = message[len(named) :].partition(": ")
+                return kind(text, path=path + below)
+        return kind(message, path=path)
+    return KvspanError(f"generate failed: {type(error).__name__}: {message}", path=path)

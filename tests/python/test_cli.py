@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -187,6 +188,13 @@ def test_notes_of_the_engine_are_shown_once(query_file, monkeypatch, capsys) -> 
 USAGE_ERRORS = {
     "missing file": (["run", "none.json"], "", "none.json: no such file"),
     "directory": (["run", "/"], "", "/: cannot read the file: Is a directory"),
+    "no name": (["run", ""], "", "the name of the query file is empty; expected a file; found ''"),
+    "surrogate": (
+        ["run", "-"],
+        '{"user": "\\ud800"}',
+        "<stdin>: $.user: the value of user is not valid Unicode; expected text without lone "
+        "surrogates; found U+D800 at character 1",
+    ),
     "malformed json": (["run", "-"], '{"user": ]', "<stdin>: line 1, column 10: malformed JSON"),
     "malformed yaml": (["run", "-"], "user: [", "<stdin>: line 1, column 8: malformed YAML"),
     "nothing": (["run", "-"], "", "<stdin>: the text is empty"),
@@ -208,6 +216,9 @@ USAGE_ERRORS = {
     "no command": (["frobnicate"], "", "argument COMMAND: invalid choice: 'frobnicate'"),
     "no file": (["run"], "", "the following arguments are required: FILE (see 'kvspan run -h')"),
     "unknown option": (["run", "-", "--modle", "M"], "", "unrecognized arguments: --modle"),
+    "option of no command": (["--frob"], "", "unrecognized arguments: --frob"),
+    "empty model": (["run", "-", "--model", ""], "", "argument --model: expected a folder, a hub"),
+    "demo's model": (["demo", "--model="], "", "argument --model: expected a folder, a hub id"),
     "scope": (["run", "-", "--scope", "x"], "", "argument --scope: invalid choice: 'x'"),
     "temperature": (
         ["run", "-", "--temperature", "nan"],
@@ -253,6 +264,7 @@ def test_json_errors_have_parts(capsys, monkeypatch) -> None:
     ("raised", "status", "message"),
     [
         (KvspanError("the pool\nis full"), 1, "$: the pool is full"),
+        (KvspanError("$.g.input: no"), 1, "$.g.input: no"),
         (UsageError("$: prompt of 9 tokens is too long"), 2, "$: prompt of 9 tokens is too long"),
         (ZeroDivisionError("x"), 1, "$: generate failed: ZeroDivisionError: x"),
         (MemoryError(), 1, "$: generate failed: MemoryError: "),
@@ -265,7 +277,7 @@ def test_failing_calls(query_file, monkeypatch, capsys, raised, status: int, mes
     monkeypatch.setattr(cli, "open_engine_with", lambda *_: FakeEngine(answer=fail))
     assert cli.main(["run", query_file]) == status
     out, err = capsys.readouterr()
-    assert (out, err) == ("", f"kvspan: error: {message}".rstrip() + "\n")
+    assert (out, err) == ("", f"kvspan: error: {query_file}: {message}".rstrip() + "\n")
 
 
 def test_models_that_cannot_be_opened(query_file, monkeypatch, capsys) -> None:
@@ -526,3 +538,88 @@ def test_errors_and_warnings_cannot_steer_the_terminal(engine, tmp_path, capsys)
     err = capsys.readouterr().err
     assert err.isascii() and err.replace("\n", "").isprintable()
     assert "q\\x1b[2J.json" in err and "\\x1b]0;title\\x07\\x00" in err
+
+
+def shell(words: str, **options) -> subprocess.CompletedProcess[str]:
+    """The command under a shell that closes or redirects its streams."""
+    return subprocess.run(
+        ["sh", "-c", f'exec "$0" -m kvspan {words}', sys.executable],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["-h", "--version", "explain -h", "schema", "explain -"])
+def test_output_that_cannot_be_written(words: str, unbuffered: str) -> None:
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = shell(f"{words} >/dev/full", input=json.dumps(QUERY), env=env)
+    assert done.returncode == 1
+    assert done.stderr == "kvspan: error: cannot write the output: No space left on device\n"
+
+
+def test_answers_that_cannot_be_written(query_file) -> None:
+    script = FLOOD.format(here=str(HERE))
+    for flags in ("", "--json", "--stream"):
+        done = subprocess.run(
+            ["sh", "-c", f'exec "$0" -c "$1" run "$2" {flags} >/dev/full', sys.executable, script,
+             query_file],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 1
+        message = "cannot write the output: No space left on device"
+        if flags == "--json":
+            assert json.loads(done.stderr)["error"]["message"] == message
+        else:
+            assert done.stderr == f"kvspan: error: {message}\n"
+
+
+def test_streams_that_are_closed(query_file) -> None:
+    done = shell(f"run {query_file} >&-")
+    assert done.returncode == 1
+    assert done.stderr == "kvspan: error: cannot write the output: stdout is closed\n"
+    for words in ("run - <&-", "explain - <&-"):
+        done = shell(words)
+        assert (done.returncode, done.stderr) == (2, "kvspan: error: <stdin>: stdin is closed\n")
+    done = shell("run none.json 2>&-")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_stdin_that_cannot_be_read(monkeypatch, capsys) -> None:
+    class Broken(io.RawIOBase):
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Broken())))
+    assert cli.main(["explain", "-"]) == 2
+    message = "kvspan: error: <stdin>: cannot read it: Input/output error\n"
+    assert capsys.readouterr() == ("", message)
+
+
+def test_failures_that_do_not_stop_a_run_name_the_file(tmp_path, monkeypatch, capsys) -> None:
+    def answer(request: GenerateRequest) -> str:
+        if request.path == "$.plus[0]":
+            raise KvspanError("the pool is full")
+        return "fine"
+
+    monkeypatch.setattr(cli, "open_engine_with", lambda *_: FakeEngine(answer=answer))
+    file = tmp_path / "two.json"
+    file.write_text(json.dumps(TWO))
+    assert cli.main(["run", str(file), "--keep-going"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "fine\n"
+    assert f"kvspan: error: {file}: $.plus[0]: the pool is full\n" in err
+
+
+def test_an_unknown_option_points_to_the_help_of_its_command(capsys) -> None:
+    for words, command in ((["run", "-"], "kvspan run"), (["demo"], "kvspan demo"), ([], "kvspan")):
+        assert cli.main([*words, "--frob"]) == 2
+        line = f"kvspan: error: unrecognized arguments: --frob (see '{command} -h')\n"
+        assert capsys.readouterr().err == line

@@ -42,8 +42,11 @@ TOLERANCE = 1e-4  # of log-probabilities between a warm and an empty cache, in f
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from kvspan.cli import model_name
+
     parser.add_argument(
         "--model",
+        type=model_name,
         default="demo",
         metavar="ID_OR_PATH",
         help="any decoder transformers can load (default: Gemma-3-270M from kvspan[demo])",

@@ -351,7 +351,7 @@ def check_text(text: object, what: str) -> UsageError | None:
             return UsageError(
                 f"{what} is not valid Unicode",
                 expected="text without lone surrogates",
-                found=f"U+{ord(text[error.start]):04X} at character {error.start}",
+                found=f"U+{ord(text[error.start]):04X} at character {error.start + 1}",
             )
     return None
 

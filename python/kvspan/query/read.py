@@ -44,6 +44,8 @@ def load(
     """
     if isinstance(file, (str, os.PathLike)):
         source = os.fspath(file)
+        if not source:
+            raise UsageError("the name of the query file is empty", expected="a file", found="''")
         if format == "auto":
             format = _SUFFIXES.get(FilePath(source).suffix.lower(), "auto")
         try:
