@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvspan import __version__
 from kvspan.errors import KvspanError, UsageError
@@ -104,7 +104,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see '{self.prog} -h')")
 
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+    def _print_message(self, message: str, file: Any = None) -> None:
         # argparse's own swallows errors, and -h into a full disk would count as done.
         stream = file or sys.stderr
         stream.write(message)
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a character the terminal cannot show
     if sys.stderr is None:  # closed; print(file=None) would write to stdout
-        sys.stderr = open(os.devnull, "w")
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  as long as the process
     try:
         args, unknown = _parser(words).parse_known_args(words)
         if unknown:
@@ -420,9 +420,9 @@ def whole(least: int | None) -> Any:
 
 
 def model_name(text: str) -> str:
-    """An argparse type: what the embedded engine may be asked to open."""
+    """An argparse type: what a model is called. An empty name would mean none was given."""
     if not text:
-        raise argparse.ArgumentTypeError("expected a folder, a hub id or 'demo', got an empty name")
+        raise argparse.ArgumentTypeError("expected a folder, a hub id or a name, got nothing")
     return text
 
 

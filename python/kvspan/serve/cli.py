@@ -18,11 +18,12 @@ KEY_VARIABLE = "KVSPAN_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from kvspan.cli import add_local_engine_options, number, whole
+    from kvspan.cli import add_local_engine_options, model_name, number, whole
 
     add = parser.add_argument
     add(
         "--model",
+        type=model_name,
         default="demo",
         metavar="ID_OR_PATH",
         help="any decoder transformers can load (default: %(default)s)",
