@@ -1,10 +1,26 @@
 // Threads of the CPU kernels: OpenMP where the build has it, else one thread.
+//
+// Under ThreadSanitizer they are std::threads: it cannot see the barriers inside of libgomp, which
+// is not instrumented, and would report every write before one as a race with every read after it.
+// The bodies, and how they share the work out, are the same.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-#if defined(_OPENMP)
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define KVSPAN_THREAD_SANITIZER
+#endif
+#endif
+#if defined(__SANITIZE_THREAD__)
+#define KVSPAN_THREAD_SANITIZER
+#endif
+
+#if defined(KVSPAN_THREAD_SANITIZER)
+#include <thread>
+#include <vector>
+#elif defined(_OPENMP)
 #include <omp.h>
 #endif
 
@@ -15,11 +31,14 @@ inline constexpr std::int64_t kMinBytesPerThread = std::int64_t{1} << 19;
 
 // The number of threads for work on num_items items of total_bytes; requested 0 chooses.
 inline int choose_num_threads(int requested, std::int64_t num_items, std::int64_t total_bytes) {
-#if defined(_OPENMP)
+#if defined(_OPENMP) || defined(KVSPAN_THREAD_SANITIZER)
+#if defined(KVSPAN_THREAD_SANITIZER)
+  const std::int64_t most = std::thread::hardware_concurrency();
+#else
+  const std::int64_t most = omp_get_max_threads();
+#endif
   const std::int64_t wanted =
-      requested > 0
-          ? requested
-          : std::min<std::int64_t>(omp_get_max_threads(), total_bytes / kMinBytesPerThread);
+      requested > 0 ? requested : std::min<std::int64_t>(most, total_bytes / kMinBytesPerThread);
   return static_cast<int>(
       std::clamp<std::int64_t>(wanted, 1, std::max<std::int64_t>(num_items, 1)));
 #else
@@ -34,7 +53,18 @@ inline int choose_num_threads(int requested, std::int64_t num_items, std::int64_
 // must not throw.
 template <typename Body>
 void parallel_ranges(int num_threads, std::int64_t num_items, const Body& body) {
-#if defined(_OPENMP)
+#if defined(KVSPAN_THREAD_SANITIZER)
+  if (num_threads > 1) {
+    std::vector<std::thread> threads;
+    for (int thread = 0; thread < num_threads; ++thread) {
+      threads.emplace_back([&, thread] {
+        body(thread, num_items * thread / num_threads, num_items * (thread + 1) / num_threads);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    return;
+  }
+#elif defined(_OPENMP)
   if (num_threads > 1) {
 #pragma omp parallel num_threads(num_threads)
     {
