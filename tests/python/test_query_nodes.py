@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvspan
-from kvspan import UsageError, assistant, cross, g, par, plus, seq, system, user
+from kvspan import UsageError, assistant, cross, g, par, plus, reduce, repeat, seq, system, user
 from kvspan.query.forms import mark_origins
 from kvspan.query.nodes import (
     Generate,
@@ -179,11 +179,21 @@ def calls_made(work: Callable[[], object]) -> int:
     return count
 
 
-@pytest.mark.parametrize("shape", ["wide", "plus chain", "cross chain", "seq of generates"])
+SHAPES = ["wide", "shuffled", "samples", "reduction"]
+SHAPES += ["plus chain", "cross chain", "seq of generates"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_cost_is_linear(shape: str) -> None:
     def build(size: int) -> Node:
         if shape == "wide":
             return wide_query(size)
+        if shape == "shuffled":
+            return g("M", plus(f"{n * 7919 % size}" for n in range(size)))
+        if shape == "samples":
+            return g("M", plus(repeat(size // 2, g("M", "a"))))
+        if shape == "reduction":
+            return reduce(g("M", plus(g("M", f"{n}") for n in range(size // 4))), 2)
         if shape == "seq of generates":
             half = [g("M", f"{n}") for n in range(size // 2)]
             return g("M", seq(plus(half), plus(half)))
