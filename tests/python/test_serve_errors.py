@@ -12,6 +12,9 @@ from serving import CHAT, ServerProcess
 TEXT = {"model": "tiny", "prompt": "w1 w2", "max_tokens": 4}
 
 
+QUERY = {"model": "tiny", "input": {"user": "w1"}}
+
+
 def chat(**fields: Any) -> dict[str, Any]:
     return {**CHAT, **fields}
 
@@ -97,6 +100,8 @@ WRONG: dict[str, tuple[str, Any, int, str, str | None, str]] = {
                    "expected a whole number; found 'x'"),
     "query scope": ("query/execute?scope=x", {"user": "w1"}, 400, "invalid_value", "scope",
                     "anchored, isolated, full"),
+    "large query": ("query/execute", {"repeat": {"n": 10**9, "g": QUERY}}, 400, "invalid_value",
+                    None, "expected at most 4096 generate calls; found 1000000000"),
     "query heat": ("query/execute?temperature=nan", {"user": "w1"}, 400, "invalid_value", None,
                    "temperature is out of range"),
     "no endpoint": ("embeddings", {}, 404, "not_found", None, "POST /v1/embeddings"),

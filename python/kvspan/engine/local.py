@@ -184,6 +184,8 @@ class LocalEngine:
 
     async def lay_out(self, request: GenerateRequest) -> SpanLayout:
         """`layout`, while the event loop goes on."""
+        if self._closed:
+            raise KvspanError("the engine is closed")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._encoding, self.layout, request)
 

@@ -16,7 +16,8 @@ from kvspan.engine import PLACEMENTS, SCOPES
 from kvspan.errors import UsageError
 from kvspan.executor import arun, plan_query
 from kvspan.query.context import NESTED, ORDERS
-from kvspan.query.nodes import Node
+from kvspan.query.forms import Map, Reduce, Repeat
+from kvspan.query.nodes import Generate, Node, Path, fold
 from kvspan.query.plan import Call, Plan
 from kvspan.query.read import loads
 from kvspan.serve.answers import ChatShape, Emit, Envelope, Job, usage_of
@@ -59,6 +60,13 @@ def query(service: Service, body: bytes, options: dict[str, str]) -> Job:
 def _read(body: bytes, service: Service) -> tuple[Node, Plan]:
     """The query and its plan. All models it names have to be served here."""
     tree = loads(body, format="json")
+    calls, most = count_calls(tree), service.settings.max_query_calls
+    if calls > most:
+        raise APIError(
+            400,
+            f"the query is too large: expected at most {most} generate calls; found {calls}",
+            code="invalid_value",
+        )
     plan, _ = plan_query(tree, service.settings.names[0])
     for call in plan.calls:
         try:
@@ -67,6 +75,23 @@ def _read(body: bytes, service: Service) -> tuple[Node, Plan]:
             error.path = f"{call.path}.g.model"
             raise
     return tree, plan
+
+
+def count_calls(tree: Node) -> int:
+    """Generate calls of a query, before anything is written out: a repeat may say any number.
+
+    >>> count_calls(loads('(repeat 1000000 (g "M" (user "hi")))', format="lisp"))
+    1000000
+    """
+
+    def combine(node: Node, below: list[int], path: Path) -> int:
+        if isinstance(node, Repeat):
+            return node.n * sum(below)
+        if isinstance(node, Map):
+            return len(node.inputs)
+        return sum(below) + isinstance(node, (Generate, Reduce))
+
+    return fold(tree, combine)
 
 
 class _Stream:

@@ -28,8 +28,9 @@ class Settings:
 
     names: what the model is called here, the first being its own. keys: any of them lets a request
     in; none lets in every request. max_requests: answered or waiting at the same time, choices and
-    prompts of one request counted one by one. timeout: of a request as a whole. body_timeout: for
-    its body to arrive. drain: for running requests to finish once the server is to stop.
+    prompts of one request counted one by one. max_calls, max_query_calls: generate calls of one
+    query, at the same time and in all. timeout: of a request as a whole. body_timeout: for its body
+    to arrive. drain: for running requests to finish once the server is to stop.
     """
 
     names: tuple[str, ...]
@@ -37,6 +38,7 @@ class Settings:
     max_body_bytes: int = 16 * 2**20
     max_requests: int = 256
     max_calls: int = 16
+    max_query_calls: int = 4096
     timeout: float = 600.0
     body_timeout: float = 30.0
     drain: float = 30.0
