@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvspan.errors import KvspanError, UsageError
-from kvspan.executor import Opener, arun, derive_seed, plan_query
+from kvspan.executor import Opener, arun, derive_seed
 from kvspan.query.bulk_order import fragment_keys, greedy_order
 from kvspan.query.nodes import Node
 from kvspan.query.read import from_obj
@@ -191,22 +191,18 @@ class _Bulk:
 
     async def run(self, lines: list[_Line]) -> Any:
         """The results of a window, as they come."""
-        queries: list[tuple[int, Any, Node]] = []
+        queries: list[tuple[int, int, Any, Node]] = []
         for index, number, text in lines:
             name: Any = None
             try:
                 name, query = self.read(text)
-                # What is wrong with a query is known before anything of it has run.
-                plan_query(
-                    query, self.options.get("model"), retriever=self.options.get("retriever")
-                )
             except KvspanError as error:
                 yield _failed(index, name, error, number)
             else:
-                queries.append((index, name, query))
+                queries.append((index, number, name, query))
         order = range(len(queries))
         if self.reorder:
-            order = greedy_order([fragment_keys(query) for _, _, query in queries])  # type: ignore[assignment]
+            order = greedy_order([fragment_keys(query) for *_, query in queries])  # type: ignore[assignment]
         waiting = iter([queries[place] for place in order])
         running: set[asyncio.Task[dict[str, Any]]] = set()
         try:
@@ -239,23 +235,21 @@ class _Bulk:
             name, value = value.get("id"), value["query"]
         return name, from_obj(value, lenient=self.lenient)
 
-    async def one(self, index: int, name: Any, query: Node) -> dict[str, Any]:
+    async def one(self, index: int, number: int, name: Any, query: Node) -> dict[str, Any]:
         seed = derive_seed(self.seed, f"bulk[{index}]")
         try:
             result = await arun(query, engine=self.engine, seed=seed, **self.options)
         except KvspanError as error:
-            return _failed(index, name, error, None)
+            return _failed(index, name, error, number)
         record: dict[str, Any] = {"index": index, "id": name, "answers": result.answers}
         if result.failures:
             record["failures"] = [failure.to_obj() for failure in result.failures]
         return {**record, "usage": asdict(result.usage)}
 
 
-def _failed(index: int, name: Any, error: KvspanError, number: int | None) -> dict[str, Any]:
+def _failed(index: int, name: Any, error: KvspanError, number: int) -> dict[str, Any]:
     kind = "usage" if isinstance(error, UsageError) else "failure"
-    fields: dict[str, Any] = {"kind": kind, "message": str(error)}
-    if number is not None:
-        fields["input_line"] = number
+    fields: dict[str, Any] = {"kind": kind, "message": str(error), "input_line": number}
     if isinstance(error, UsageError) and error.path:
         fields["path"] = error.path
     return {"index": index, "id": name, "error": fields}

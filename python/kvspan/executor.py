@@ -156,7 +156,11 @@ async def arun(
     **options: Any,
 ) -> RunResult:
     """``run`` for callers that have an event loop. Engines are opened on a thread of their own."""
-    job = _Job(query, Options(**options), on_text)
+    settings = Options(**options)
+    if settings.retriever is None:
+        job = _Job(query, settings, on_text)
+    else:  # searching takes a while, and the loop has other things to do
+        job = await asyncio.to_thread(_Job, query, settings, on_text)
     opener = open or _default_opener
     try:
         for model in [] if engine else job.models():

@@ -171,7 +171,7 @@ def test_errors_are_results(tmp_path) -> None:
     assert messages[3].startswith("$: the query asks no model anything")
     assert messages[4] == "unknown key beside the query; expected id and query; found 'extra'"
     assert messages[5] == "the line is not UTF-8"
-    assert [r["error"].get("input_line") for r in results[1:]] == [2, 3, None, 6, 7, 8]
+    assert [r["error"].get("input_line") for r in results[1:]] == [2, 3, 5, 6, 7, 8]
     assert (summary.queries, summary.failed) == (7, 6)
 
 
