@@ -23,10 +23,12 @@ from kvspan.audit import AuditLog
 from kvspan.engine import PLACEMENTS, SCOPES, GenerateRequest, Placement, Scope
 from kvspan.errors import KvspanError, UsageError, shorten_path
 from kvspan.query.context import NESTED, ORDERS, Nested, Order
+from kvspan.query.context import SpanHistory as SpanHistory
 from kvspan.query.nodes import Node, check_max_tokens, check_temperature, describe
 from kvspan.query.optimizer import Fired, optimize
 from kvspan.query.plan import Call, Plan, Say, make_plan, put_answers, to_prompt
 from kvspan.query.retrieval import Retriever
+from kvspan.query.spans import note_spans
 from kvspan.results import CallResult as CallResult
 from kvspan.results import Failure as Failure
 from kvspan.results import RunResult as RunResult
@@ -63,6 +65,7 @@ class Options:
     nested: Nested = "answer"
     keep_going: bool = False
     retriever: Retriever | None = None
+    history: SpanHistory | None = None
     on_print: OnPrint | None = None
     on_audit: OnAudit | None = None
 
@@ -81,6 +84,10 @@ class Options:
             raise UsageError("bad seed", expected="a whole number", found=describe(self.seed))
         if not isinstance(self.salt, str):
             raise UsageError("bad salt", expected="a string", found=describe(self.salt))
+        if self.order == "recent" and self.history is None:
+            raise UsageError(
+                "order 'recent' needs a history", expected="history=SpanHistory()", found="none"
+            )
         if self.max_concurrency < 1:
             found = str(self.max_concurrency)
             raise UsageError("bad max_concurrency", expected="1 or more", found=found)
@@ -121,7 +128,8 @@ def run(
     temperature, max_tokens: for generates that set none (None: 0.6, and the engine's default).
     max_concurrency: calls that may run at the same time.
     order: "pinned" keeps the spans of every plus in the order they are written in; "canonical"
-        sorts them by content, so that equal sets give equal prompts.
+        sorts them by content, so that equal sets give equal prompts; "recent" puts those first that
+        stand in ``history`` (a SpanHistory), which makes the prompt depend on the runs before.
     nested: "whole" lets outer generates read the inputs of inner ones beside their answers, so that
         both are one reusable span; "answer", the answers alone.
     keep_going: after a failure, run all that does not depend on it; see RunResult.failures.
@@ -200,7 +208,10 @@ class _Job:
             order=options.order,
             nested=options.nested,
             scope=options.scope,
+            history=options.history,
         )
+        if options.history is not None:
+            note_spans(self.plan.query, options.history)
         self.engines: dict[str, Engine] = {}
         self.only: Engine | None = None
         self.results: dict[int, CallResult] = {}

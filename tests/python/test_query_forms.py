@@ -30,7 +30,7 @@ from kvspan import (
     zip_,
 )
 from kvspan.engine import GenerateRequest
-from kvspan.executor import derive_seed
+from kvspan.executor import SpanHistory, derive_seed
 from kvspan.query import expand
 from kvspan.query.lisp import to_lisp
 from kvspan.query.optimizer import optimize
@@ -92,6 +92,11 @@ def test_too_many_samples_are_one_clear_line(monkeypatch) -> None:
     assert str(caught.value) == (
         "$.seq[1]: repeat and map multiply to too much; expected at most 1,000 nodes; found more"
     )
+
+
+def test_a_huge_count_is_refused_before_it_is_written_out() -> None:
+    with pytest.raises(UsageError, match="repeat and map multiply to too much"):
+        run(repeat(2**31 - 1, g("M", "a")), engine=FakeEngine())
 
 
 def test_pairs_run_side_by_side_and_stay_in_order() -> None:
@@ -177,6 +182,23 @@ def test_equal_sets_are_equal_prompts() -> None:
     for order in ("abc", "cab", "bca"):
         run(g("M", cross("s", plus(list(order)), plus(plus(o) for o in order), "q")), engine=engine)
     assert len({request.prompt for request in engine.requests}) == 1
+
+
+def test_cache_aware_order_is_for_those_who_ask() -> None:
+    history = SpanHistory()
+    engine = FakeEngine(echo)
+
+    def ask(*passages: str) -> str:
+        query = g("M", cross("s", plus(list(passages)), "q"))
+        return run(query, engine=engine, order="recent", history=history).answers[0]
+
+    assert ask("c", "d") == "<u:s [u:c] [u:d] u:q>"
+    # What was asked about lately stands first and in the same order: a longer common prefix.
+    assert ask("a", "d", "c", "b") == "<u:s [u:c] [u:d] [u:a] [u:b] u:q>"
+    assert ask("b", "e", "c") == "<u:s [u:c] [u:b] [u:e] u:q>"
+    assert ask("d", "c") == "<u:s [u:c] [u:d] u:q>"
+    with pytest.raises(UsageError, match="order 'recent' needs a history"):
+        run(g("M", "a"), engine=engine, order="recent")
 
 
 # --- reductions --------------------------------------------------------------------------------

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from kvspan.query.retrieval import Retriever
 
-Order = Literal["canonical", "pinned"]
+Order = Literal["canonical", "pinned", "recent"]
 Nested = Literal["answer", "whole"]
 
-ORDERS: tuple[Order, ...] = ("canonical", "pinned")
+ORDERS: tuple[Order, ...] = ("canonical", "pinned", "recent")
 NESTED: tuple[Nested, ...] = ("answer", "whole")
+
+
+class SpanHistory:
+    """Which spans were asked about lately, and in what order: what a cache is likely to hold.
+
+    Runs with ``order="recent"`` read it and add to it. Their prompts, and so their answers, depend
+    on the runs before them; that is why no run does so unless it is told to.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[bytes, tuple[int, int]] = {}  # digest: minus the prompt's number, place
+        self.prompts = 0
+
+    def note(self, digests: Sequence[bytes]) -> None:
+        """Note the spans of a prompt in their order."""
+        self.prompts += 1
+        for place, digest in enumerate(digests):
+            self.places[digest] = (-self.prompts, place)
 
 
 @dataclass(frozen=True)
@@ -21,7 +40,8 @@ class Context:
     default_model: for queries that name none.
     retriever: finds the fragments of augment and retrieve.
     native: kinds of nodes that the engine takes as they are ("map", "repeat").
-    order: whether children of a plus in a prompt are put into their canonical order.
+    order: whether children of a plus in a prompt are put into their canonical order, or the ones
+        that stand in ``history`` first, in the order of the latest prompt that had them.
     nested: what an outer generate reads of a generate in a plus: its answer, or its whole exchange.
     scope: with "full" there are no spans to prepare.
     """
@@ -32,3 +52,4 @@ class Context:
     order: Order = "canonical"
     nested: Nested = "answer"
     scope: str = "anchored"
+    history: SpanHistory | None = None

@@ -68,6 +68,14 @@ def unroll(query: Node, native: frozenset[str] = frozenset()) -> Node:
         query = mark_origins(query)
     made = 0
 
+    def too_much(node: Node) -> UsageError:
+        return UsageError(
+            "repeat and map multiply to too much",
+            path=str(node.origin or ROOT),  # type: ignore[attr-defined]
+            expected=f"at most {MAX_NODES:,} nodes",
+            found="more",
+        )
+
     def samples(node: Repeat | Map, moved: _Moved) -> list[tuple[Node, _Moved]]:
         origin = node.origin or ROOT
         place = _rebase(origin, moved).child(node.kind)
@@ -79,6 +87,8 @@ def unroll(query: Node, native: frozenset[str] = frozenset()) -> Node:
                 (Generate(node.model, User(text), node.max_tokens, node.temperature, path), {})
                 for text, path in zip(node.inputs, places, strict=True)
             ]
+        if node.n > MAX_NODES:
+            raise too_much(node)
         key = id(node.sample.origin)
         return [(node.sample, {key: place.child(index)}) for index in range(node.n)]
 
@@ -97,12 +107,7 @@ def unroll(query: Node, native: frozenset[str] = frozenset()) -> Node:
         assert isinstance(moved, dict)
         made += 1
         if made > MAX_NODES:
-            raise UsageError(
-                "repeat and map multiply to too much",
-                path=str(found[0].origin or ROOT),  # type: ignore[attr-defined]
-                expected=f"at most {MAX_NODES:,} nodes",
-                found="more",
-            )
+            raise too_much(found[0])
         children: list[tuple[Node, _Moved]] = []
         make: Callable[[list[Node]], Node]
         if stands_for_more(node):

@@ -25,7 +25,7 @@ from typing import Any
 
 from kvspan.errors import KvspanError
 from kvspan.query.context import Context as Context
-from kvspan.query.context import Nested, Order
+from kvspan.query.context import Nested, Order, SpanHistory
 from kvspan.query.forms import mark_origins
 from kvspan.query.nodes import Node, Path, count_nodes
 from kvspan.query.retrieval import Retriever, desugar_retrieval
@@ -109,6 +109,7 @@ def optimize(
     order: Order = "canonical",
     nested: Nested = "answer",
     scope: str = "anchored",
+    history: SpanHistory | None = None,
     rules: Sequence[Rule] = RULES,
 ) -> Optimized:
     """Apply rules in order, again and again until nothing changes. See ``Context``.
@@ -120,7 +121,7 @@ def optimize(
     >>> [fired.rule for fired in optimize(cross(plus("b", "", "a"), "q"), default_model="M").trace]
     ['desugar_chat', 'drop_empty', 'order_spans']
     """
-    context = Context(default_model, retriever, native, order, nested, scope)
+    context = Context(default_model, retriever, native, order, nested, scope, history)
     query = mark_origins(query)
     trace: list[Fired] = []
     size = count_nodes(query)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from kvspan.errors import UsageError
-from kvspan.query.context import Context
+from kvspan.query.context import Context, SpanHistory
 from kvspan.query.forms import Augment, Map, Monad, Options, Print, Reduce, Retrieve, content_keys
 from kvspan.query.nodes import (
     ROOT,
@@ -22,7 +23,7 @@ from kvspan.query.nodes import (
     transform,
 )
 
-_Key = tuple[bool, str, bytes]
+_Key = tuple[Any, ...]
 ROUNDS = "rounds"  # the step in the origin of a call that a reduction was split into
 
 
@@ -164,7 +165,7 @@ def order_spans(query: Node, context: Context) -> Node:
     """
     if not {"plus", "g"} <= kinds_in(query):
         return query
-    keys = span_keys(query)
+    keys = _keys(query, context)
     if all(_new_order(node, keys) is None for node, _ in _sortable(query, context)):
         return query
     results: list[Node] = []
@@ -194,9 +195,24 @@ def moves(query: Node, context: Context) -> tuple[tuple[Path, list[int]], ...]:
     >>> moves(g("M", plus("b", "c", "a")), Context())
     ((<Path $.g.input.plus>, [2, 0, 1]),)
     """
-    keys = span_keys(query)
+    keys = _keys(query, context)
     orders = ((path, _new_order(node, keys)) for node, path in _sortable(query, context))
     return tuple((path.child("plus"), order) for path, order in orders if order is not None)
+
+
+def _keys(query: Node, context: Context) -> dict[int, _Key]:
+    keys = span_keys(query)
+    if context.order != "recent" or context.history is None:
+        return keys
+    never, places = (1, 0), context.history.places
+    return {id: (key[0], places.get(key[-1], never), *key[1:]) for id, key in keys.items()}
+
+
+def note_spans(query: Node, history: SpanHistory) -> None:
+    """Note the spans of every prompt of a rewritten query."""
+    keys = span_keys(query)
+    for plus, _ in _sortable(query, Context()):
+        history.note([keys[id(child)][-1] for child in plus.items])
 
 
 def _new_order(node: Node, keys: dict[int, _Key]) -> list[int] | None:
