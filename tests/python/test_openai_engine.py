@@ -16,7 +16,8 @@ from faulty_server import FaultyServer, Handler, Step, answer, error
 from kvspan import layout
 from kvspan.engine import GenerateRequest, GenerateResult
 from kvspan.engine import openai as engine_module
-from kvspan.engine.openai import EngineStatusError, OpenAIEngine
+from kvspan.engine.openai import OpenAIEngine
+from kvspan.engine.openai_errors import EngineStatusError
 from kvspan.errors import KvspanError, UsageError
 from kvspan.query.plan import Message, Span
 

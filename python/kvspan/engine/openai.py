@@ -29,11 +29,11 @@ from kvspan.engine import (
     Timings,
     Usage,
 )
+from kvspan.engine.openai_errors import KEY_VARIABLES, StreamBroken, explained, message_of
 from kvspan.errors import KvspanError, UsageError
 from kvspan.layout import SEPARATOR, to_turns
 from kvspan.query.plan import Span
 
-KEY_VARIABLES = ("KVSPAN_API_KEY", "OPENAI_API_KEY")
 URL_VARIABLE = "OPENAI_BASE_URL"
 OPENAI_URL = "https://api.openai.com/v1"
 CONNECT_TIMEOUT_S = 10.0
@@ -44,22 +44,6 @@ _REFUSED = re.compile(
     r"unsupported|not supported|unknown|unrecogni[sz]ed|unexpected|not permitted|extra", re.I
 )
 T = TypeVar("T")
-
-
-class EngineStatusError(KvspanError):
-    """The server refused a call. status: of its HTTP answer; 0 for an error inside a stream."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class _StreamBroken(Exception):
-    """A stream ended early. text: whether any of it had been handed on by then."""
-
-    def __init__(self, reason: str, text: bool) -> None:
-        super().__init__(reason)
-        self.text = text
 
 
 @dataclass
@@ -189,7 +173,7 @@ class OpenAIEngine:
         started = time.perf_counter()
         async with self._slots:
             sent = time.perf_counter()
-            with _Explained(self):
+            with explained(self.url, self.timeout, self.max_retries + 1):
                 body = await self._body(request, stream=emit is not None)
                 answer = await self._ask(request, body, emit)
         now = time.perf_counter()
@@ -258,7 +242,7 @@ class OpenAIEngine:
         return self._names.get(model) or self._names.get(plain) or model
 
     async def _models(self) -> list[dict[str, Any]]:
-        with _Explained(self):
+        with explained(self.url, self.timeout, self.max_retries + 1):
             page = await self._client.models.list()
             found = [entry.model_dump() for entry in page.data]
             if not all(isinstance(entry.get("id"), str) for entry in found):
@@ -282,7 +266,7 @@ class OpenAIEngine:
                 if name is None:
                     raise
                 tried[name] = FALLBACKS[name]
-            except _StreamBroken as error:
+            except StreamBroken as error:
                 if error.text or breaks >= self.max_retries:
                     raise
                 breaks += 1
@@ -331,52 +315,10 @@ class OpenAIEngine:
                         answer.finish_reason = choice.finish_reason or answer.finish_reason
         except openai.APIConnectionError as error:
             reason = f"{type(error.__cause__ or error).__name__}: {error.__cause__ or error}"
-            raise _StreamBroken(reason, bool(pieces)) from error
+            raise StreamBroken(reason, bool(pieces)) from error
         if answer.finish_reason is None:
-            raise _StreamBroken("it ended without a finish_reason", bool(pieces))
+            raise StreamBroken("it ended without a finish_reason", bool(pieces))
         answer.text = "".join(pieces)
-
-
-class _Explained:
-    """Turns what can go wrong between here and the server into one clear line."""
-
-    def __init__(self, engine: OpenAIEngine) -> None:
-        self.engine = engine
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        url = self.engine.url
-        if error is None or isinstance(error, KvspanError) or not isinstance(error, Exception):
-            return
-        if isinstance(error, openai.APIStatusError):
-            status = error.status_code
-            hint = ""
-            if status in (401, 403):
-                hint = f" (the API key is read from {' or '.join(KEY_VARIABLES)})"
-            said = _brief(_message(error))
-            raise EngineStatusError(f"HTTP {status} from {url}: {said}{hint}", status) from error
-        attempts = self.engine.max_retries + 1
-        if isinstance(error, openai.APITimeoutError):
-            raise KvspanError(
-                f"{url}: no answer within {self.engine.timeout:g} s, {attempts} times"
-            ) from error
-        if isinstance(error, openai.APIConnectionError):
-            cause = error.__cause__ or error
-            raise KvspanError(
-                f"{url}: no connection, {attempts} times: {type(cause).__name__}: {_brief(cause)}"
-            ) from error
-        if isinstance(error, _StreamBroken):
-            raise KvspanError(f"{url}: the stream broke: {_brief(error)}") from error
-        if isinstance(error, openai.APIError) and not isinstance(
-            error, openai.APIResponseValidationError
-        ):
-            raise EngineStatusError(f"{url}: {_brief(error.message)}", 0) from error
-        raise KvspanError(
-            f"{url}: the answer is not what the protocol says: {type(error).__name__}: "
-            f"{_brief(error)}"
-        ) from error
 
 
 def backoff(attempt: int) -> float:
@@ -399,21 +341,10 @@ def _adapted(body: dict[str, Any], refused: dict[str, str | None]) -> dict[str, 
 
 def _refused_field(error: openai.APIStatusError, body: dict[str, Any]) -> str | None:
     """The field that the server says it does not take, if kvspan can do without it."""
-    text = f"{getattr(error, 'param', '')} {_message(error)}"
+    text = f"{getattr(error, 'param', '')} {message_of(error)}"
     if not _REFUSED.search(text):
         return None
     return next((name for name in FALLBACKS if name in body and name in text), None)
-
-
-def _message(error: openai.APIStatusError) -> str:
-    body = error.body
-    if isinstance(body, dict) and isinstance(body.get("message"), str):
-        return str(body["message"])
-    return error.message
-
-
-def _brief(value: object) -> str:
-    return " ".join(str(value).split())[:300]
 
 
 def _finish_reason(reason: str | None, notes: list[str]) -> Literal["stop", "length"]:
