@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ import transformers
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -50,7 +52,7 @@ def resolve_model(name: str, progress: Progress | None = None) -> str:
         return str(demo_model_path(progress))
     if not plain:
         raise UsageError("model: expected a folder, a hub id or 'demo', got an empty name")
-    path = Path(plain).expanduser()
+    path = Path(os.path.expanduser(plain))  # Path.expanduser raises for users that do not exist
     if path.exists():
         if not (path / "config.json").is_file():
             raise UsageError(f"model {name}: expected a folder with config.json in it")
@@ -104,6 +106,7 @@ def load_model(
     with _quiet(), _explained(name):
         tokenizer = AutoTokenizer.from_pretrained(path)
         config = AutoConfig.from_pretrained(path)
+        _check_config(config)
         torch_dtype: Any = DTYPES.get(dtype)
         if torch_dtype is None:
             torch_dtype = torch.float32 if target.type == "cpu" else "auto"
@@ -114,15 +117,53 @@ def load_model(
             dtype=torch_dtype,
             attn_implementation=IMPLEMENTATION,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with the sizes
         )
-        # transformers fills in random numbers for weights that the checkpoint lacks.
-        if missing := sorted(info["missing_keys"]):
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise KvspanError(f"its checkpoint has no {missing[0]}{more}")
+        _check_weights(info)
+        _check_causal(model)
         model = model.to(target).eval()
     if progress:
         progress("load", 1, 1)
     return model, tokenizer
+
+
+def _check_config(config: PreTrainedConfig) -> None:
+    """Raise KvspanError for what is no decoder-only language model."""
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise KvspanError(f"{config.model_type} is not a decoder-only language model")
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if layers is not None and layers < 1:
+        raise KvspanError(f"the model has no layers (num_hidden_layers is {layers})")
+
+
+def _check_weights(info: dict[str, Any]) -> None:
+    """Raise KvspanError where transformers has filled in random numbers for weights."""
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, found, expected = mismatched[0]
+        raise KvspanError(
+            f"its checkpoint does not fit its config.json: {name}{_more(mismatched)} "
+            f"(found {_shape(found)}, expected {_shape(expected)})"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise KvspanError(f"its checkpoint has no {missing[0]}{_more(missing)}")
+
+
+def _check_causal(model: PreTrainedModel) -> None:
+    """Raise KvspanError if no layer's attention is causal, as in BERT with a head for text."""
+    causal = [getattr(module, "is_causal", None) for module in model.modules()]
+    if False in causal and True not in causal:
+        raise KvspanError(
+            f"{type(model).__name__} is not a decoder-only language model: its tokens attend to "
+            f"later ones"
+        )
+
+
+def _shape(sizes: Iterable[int]) -> str:
+    return f"[{', '.join(map(str, sizes))}]"
+
+
+def _more(names: Sequence[object]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def _device(device: str) -> torch.device:
