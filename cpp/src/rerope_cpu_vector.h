@@ -166,6 +166,21 @@ inline U16 to_half(F32 v) {
 }
 #endif
 
+inline bool any_nan(F32 a, F32 b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_UNORD_Q) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_UNORD_Q)) != 0;
+#elif defined(__SSE2__)
+  return _mm_movemask_ps(_mm_cmpunord_ps((__m128)a, (__m128)b)) != 0;
+#else
+  const S32 nan = (a != a) | (b != b);
+  uint64_t halves[2];
+  memcpy(halves, &nan, sizeof(halves));
+  return (halves[0] | halves[1]) != 0;
+#endif
+}
+
 // A step: as many elements as one access of memory holds in lanes of 32 bits. Types narrower than a
 // lane come apart without shuffles where lanes hold two neighbours: the vectors of a step are then
 // first all even elements, then all odd ones (kEvenOdd).
@@ -210,15 +225,19 @@ struct Step<BFloat16> {
   static constexpr size_t kStoreBytes = sizeof(U32);
   template <bool kStream>
   static void store(BFloat16* p, const F32* x) {
-    put<kStream>(p, (round(x[0]) >> 16) | (round(x[1]) & 0xffff0000));
+    U32 even = round(x[0]), odd = round(x[1]);
+    if (any_nan(x[0], x[1])) {  // never in a sound cache, and so cheaper as a branch
+      even = x[0] != x[0] ? (U32)x[0] | 0x400000 : even;
+      odd = x[1] != x[1] ? (U32)x[1] | 0x400000 : odd;
+    }
+    put<kStream>(p, (even >> 16) | (odd & 0xffff0000));
   }
 
  private:
-  // To nearest even in the upper half of each lane; NaN stays NaN.
+  // To nearest even in the upper half of each lane; not for NaN.
   static U32 round(F32 v) {
     const U32 u = (U32)v;
-    const U32 rounded = u + 0x7fff + ((u >> 16) & 1);
-    return v != v ? u | 0x400000 : rounded;
+    return u + 0x7fff + ((u >> 16) & 1);
   }
 };
 
