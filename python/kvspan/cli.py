@@ -14,8 +14,7 @@ import json
 import math
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,9 +23,7 @@ from kvspan.errors import KvspanError, UsageError
 
 if TYPE_CHECKING:
     from kvspan.engine import Engine
-    from kvspan.executor import RunResult
     from kvspan.progress import ProgressBars
-    from kvspan.query.nodes import Node
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 # What the system says of an output that cannot take more.
@@ -285,6 +282,8 @@ def add_query_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(commands: Any) -> None:
+    from kvspan import cli_query
+
     parser = _add_command(commands, "run", "run a query and print its answer", _RUN_EPILOG)
     _add_query(parser)
     add = parser.add_argument
@@ -309,7 +308,7 @@ def _add_run(commands: Any) -> None:
     )
     add("--audit", metavar="FILE", help="append a record of every request to FILE (JSON Lines)")
     add_engine_options(parser)
-    parser.set_defaults(command=_run)
+    parser.set_defaults(command=cli_query.run_command)
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -360,6 +359,8 @@ def add_local_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_explain(commands: Any) -> None:
+    from kvspan import cli_query
+
     parser = _add_command(
         commands,
         "explain",
@@ -373,7 +374,7 @@ def _add_explain(commands: Any) -> None:
         metavar="FILE",
         help="write one self-contained page instead: tree, rules, plan and block layout",
     )
-    parser.set_defaults(command=_explain)
+    parser.set_defaults(command=cli_query.explain_command)
 
 
 def _add_bulk(commands: Any) -> None:
@@ -387,10 +388,12 @@ def _add_bulk(commands: Any) -> None:
 
 
 def _add_schema(commands: Any) -> None:
+    from kvspan import cli_query
+
     help = "print the JSON Schema of queries"
     parser = _add_command(commands, "schema", help, "For editors and other programs.")
     parser.add_argument("--json", action="store_true", help="no difference: it is JSON")
-    parser.set_defaults(command=_schema)
+    parser.set_defaults(command=cli_query.schema_command)
 
 
 def _add_lazy(
@@ -442,133 +445,6 @@ def number(least: float | None, words: str) -> Any:
     return parse
 
 
-# --- the commands ----------------------------------------------------------------------------
-
-
-def _read_query(args: argparse.Namespace) -> tuple[Node, list[str]]:
-    """The query, and what the lenient reader has to say about it."""
-    from kvspan.query.read import QueryWarning, load, loads
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", QueryWarning)
-        if args.file == "-":
-            query = loads(_read_stdin(), lenient=args.lenient, source="<stdin>")
-        else:
-            query = load(args.file, lenient=args.lenient)
-    said = [str(warning.message) for warning in caught]
-    for line in said:
-        _say(args, f"warning: {line}")
-    return query, said
-
-
-def _read_stdin() -> str | bytes:
-    if sys.stdin is None:
-        raise UsageError("stdin is closed", source="<stdin>")
-    try:
-        return sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read()
-    except OSError as error:
-        raise UsageError(f"cannot read it: {error.strerror}", source="<stdin>") from None
-
-
-def _say(args: argparse.Namespace, line: str) -> None:
-    # With --json, stderr is for one JSON object if anything; warnings are part of the answer.
-    if not (args.quiet or args.json):
-        print(f"kvspan: {line}", file=sys.stderr, flush=True)
-
-
-def _run(args: argparse.Namespace) -> int:
-    from kvspan.audit import AuditFile
-    from kvspan.estimate import estimate
-    from kvspan.executor import plan_query, run
-    from kvspan.explain import printable
-    from kvspan.progress import ProgressBars
-    from kvspan.query.nodes import Generate
-    from kvspan.query.write import dump_json
-
-    query, said = _read_query(args)
-    # Everything that can be wrong with the query is said before a model is loaded.
-    with _named_after(args.file):
-        plan, _ = plan_query(query, args.model, order=args.order, nested=args.nested)
-    if len(plan.calls) > 1:
-        _say(args, f"running {estimate(plan, max_tokens=args.max_tokens)}")
-    one = isinstance(plan.query, Generate)
-    root = plan.steps[plan.answers[0]].path if one else None  # type: ignore[union-attr]
-    streaming = one and not args.json and (args.stream or sys.stdout.isatty())
-
-    written = False
-
-    def on_text(path: str, text: str) -> None:
-        nonlocal written
-        if path == root:
-            written = True
-            sys.stdout.write(text)
-            sys.stdout.flush()
-
-    with (
-        _named_after(args.file),
-        _line_ended(lambda: written),
-        ProgressBars(args.quiet or args.json) as bars,
-        contextlib.ExitStack() as stack,
-    ):
-        audit = stack.enter_context(AuditFile(args.audit)) if args.audit else None
-        result = run(
-            query,
-            open=lambda model: open_engine_with(args, model, bars),
-            on_text=on_text if streaming else None,
-            model=args.model,
-            seed=args.seed,
-            scope=args.scope,
-            placement=args.placement,
-            salt=args.salt,
-            temperature=args.temperature,
-            max_tokens=args.max_tokens,
-            max_concurrency=args.concurrency,
-            order=args.order,
-            nested=args.nested,
-            keep_going=args.keep_going,
-            on_print=lambda line: _say(args, printable(line)),
-            on_audit=audit,
-        )
-    status = EXIT_FAILURE if result.failures else 0
-    if args.json:
-        print(dump_json({**result.to_obj(), "warnings": said}, 2))
-        return status
-    if not streaming:
-        _print_answers(result)
-    elif not written:
-        print()
-    for failure in result.failures:
-        line = f"kvspan: error: {printable(_source(args.file))}: {failure.message}"
-        print(line, file=sys.stderr, flush=True)
-    _print_summary(args, result)
-    return status
-
-
-@contextlib.contextmanager
-def _named_after(file: str) -> Iterator[None]:
-    """Put the file in front of the JSON path of an error."""
-    try:
-        yield
-    except KvspanError as error:
-        if error.path and not error.source:
-            error.source = _source(file)
-        raise
-
-
-def _source(file: str) -> str:
-    return "<stdin>" if file == "-" else file
-
-
-@contextlib.contextmanager
-def _line_ended(written: Callable[[], bool]) -> Iterator[None]:
-    """End the line of an answer that was streamed, also when it was cut short."""
-    try:
-        yield
-    finally:
-        if written():
-            print(flush=True)
-
-
 def open_engine_with(args: argparse.Namespace, model: str, bars: ProgressBars) -> Engine:
     """The engine that the options of ``add_engine_options`` (and ``--block-size``) describe."""
     from kvspan import cli_server
@@ -590,79 +466,3 @@ def open_engine_with(args: argparse.Namespace, model: str, bars: ProgressBars) -
         device=args.device,
         progress=bars,
     )
-
-
-def _print_answers(result: RunResult) -> None:
-    wanted = set(result.answer_ids)
-    answered = [call for call in result.calls if call.id in wanted]
-    for call in answered:
-        if len(answered) > 1:
-            print(f"--- {call.path}")
-        print(call.result.text)
-
-
-def _print_summary(args: argparse.Namespace, result: RunResult) -> None:
-    usage, calls = result.usage, result.calls
-    moved = sum(call.result.reuse.moved_tokens for call in calls)
-    prepared = sum(call.result.reuse.prepared_tokens for call in calls)
-    first = min((call.result.timings.ttft for call in calls), default=0.0)
-    notes = dict.fromkeys(
-        f"note: {call.path}: {note}" for call in calls for note in call.result.reuse.notes
-    )
-    for note in notes:
-        _say(args, note)
-    _say(
-        args,
-        f"{len(calls)} {'call' if len(calls) == 1 else 'calls'}, "
-        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} from the cache, "
-        f"{moved} moved, {prepared} prepared), {usage.completion_tokens} new tokens, "
-        f"first token after {first:.2f} s, {result.seconds:.2f} s in all",
-    )
-
-
-def _explain(args: argparse.Namespace) -> int:
-    from kvspan.explain import TokenizerLayouts, explain, render
-    from kvspan.query.write import dump_json
-
-    query, said = _read_query(args)
-    layouts = TokenizerLayouts(args.block_size)
-    if args.model:
-        layouts.load(args.model)  # asked for by name: that it cannot be had is an error
-    with _named_after(args.file):
-        explanation = explain(
-            query,
-            model=args.model,
-            scope=args.scope,
-            placement=args.placement,
-            block_size=args.block_size,
-            layout_for=layouts,
-            order=args.order,
-            nested=args.nested,
-        )
-    if args.html:
-        from kvspan.explain_html import write_html
-
-        write_html(explanation, args.html)
-        if not args.json:
-            _say(args, f"wrote {args.html}")
-            return 0
-    if args.json:
-        print(dump_json({**explanation.to_obj(), "warnings": said}, 2))
-    else:
-        sys.stdout.write(render(explanation, unicode=_can_show("├─│└", sys.stdout)))
-    return 0
-
-
-def _schema(args: argparse.Namespace) -> int:
-    from importlib import resources
-
-    sys.stdout.write((resources.files("kvspan.query") / "schema.json").read_text("utf-8"))
-    return 0
-
-
-def _can_show(text: str, stream: Any) -> bool:
-    try:
-        text.encode(getattr(stream, "encoding", None) or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
