@@ -38,6 +38,7 @@ LEAST_QUESTIONS = PROOF_QUESTIONS + 1  # the first finds no passage in the cache
 MAX_TOKENS = 10  # the longest accepted answer and a little more
 FULL, COLD, WARM, PROOF = "no reuse", "spans, first", "spans, warm", "proof"
 MODES = (FULL, COLD, WARM)
+WIDTH = 99  # columns of a line
 TOLERANCE = 1e-4  # of log-probabilities between a warm and an empty cache, in float32
 
 
@@ -168,8 +169,9 @@ class Demo:
         if asked.mode != FULL:
             note = f"  [{reuse.reused_tokens} of {reuse.span_tokens} passage tokens reused]"
         mark = "ok   " if asked.right else "WRONG"
-        self.say(f"   {asked.result.timings.ttft:7.3f} s  {mark}  {asked.question.question}{note}")
-        self.say(f"{'':21}{asked.question.stem} {first_line(asked.result.text)}")
+        answer = _cut(first_line(asked.result.text), WIDTH - 20 - len(note))
+        self.say(_cut(f"   {asked.result.timings.ttft:7.3f} s  {asked.question.question}"))
+        self.say(f"{'':14}{mark} {answer}{note}")
 
     def _prove(self, question: Question, warm: GenerateResult, cold: GenerateResult) -> None:
         assert warm.first_logprobs is not None and cold.first_logprobs is not None
@@ -185,10 +187,8 @@ class Demo:
         )
         self.proofs.append(proof)
         tokens = "same tokens" if proof.same_tokens else "OTHER TOKENS"
-        self.say(
-            f"   {tokens}, log-probabilities differ by at most {proof.max_abs_delta:.1e}"
-            f"  {question.question}"
-        )
+        self.say(_cut(f"   {question.question}"))
+        self.say(f"   {tokens}, log-probabilities differ by at most {proof.max_abs_delta:.1e}")
 
     def summary(self) -> dict[str, Any]:
         modes = {}
@@ -244,8 +244,8 @@ def main(args: argparse.Namespace) -> int:
                 raise KvspanError(f"demo: {args.model} cannot reuse spans: {spans.reason}")
             demo = Demo(engine, data, args.placement, say)  # type: ignore[arg-type]
             say(
-                f"{len(data.passages)} passages of invented facts in another order for every "
-                f"question; time to first token (TTFT), then the answer"
+                f"{len(data.passages)} passages of invented facts, in another order for every "
+                f"question.\nShown: time to first token (TTFT), the question, the answer."
             )
             asyncio.run(demo.run(data.questions[: args.questions]))
         finally:
@@ -285,6 +285,11 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 def _peak_memory_bytes() -> int:
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024  # Linux counts in KiB
+
+
+def _cut(text: str, width: int = WIDTH) -> str:
+    """The beginning of a text that is too long for its line."""
+    return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def _print(line: str) -> None:
