@@ -48,6 +48,7 @@ class _Bytes:
     chat_template = None
     bos_token_id = eos_token_id = unk_token_id = None
     all_special_ids: tuple[int, ...] = ()
+    all_special_tokens: tuple[str, ...] = ()
 
     def __call__(self, text: str | list[str], **_: object) -> _Bytes:
         rows = [list(t.encode()) for t in ([text] if isinstance(text, str) else text)]

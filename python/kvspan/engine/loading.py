@@ -89,7 +89,9 @@ def load_tokenizer(name: str, progress: Progress | None = None) -> PreTrainedTok
     """The tokenizer alone: enough to lay out a prompt."""
     path = resolve_model(name, progress)
     with _quiet(), _explained(name):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=False
+        )
         return tokenizer
 
 
@@ -104,8 +106,8 @@ def load_model(
     if progress:
         progress("load", 0, 1)
     with _quiet(), _explained(name):
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        config = AutoConfig.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         _check_config(config)
         torch_dtype: Any = DTYPES.get(dtype)
         if torch_dtype is None:
