@@ -445,6 +445,22 @@ def number(least: float | None, words: str) -> Any:
     return parse
 
 
+def run_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What the options of ``add_run_options`` and ``add_query_options`` say to the executor."""
+    return {
+        "model": args.model,
+        "seed": args.seed,
+        "scope": args.scope,
+        "placement": args.placement,
+        "salt": args.salt,
+        "temperature": args.temperature,
+        "max_tokens": args.max_tokens,
+        "max_concurrency": args.concurrency,
+        "order": args.order,
+        "nested": args.nested,
+    }
+
+
 def open_engine_with(args: argparse.Namespace, model: str, bars: ProgressBars) -> Engine:
     """The engine that the options of ``add_engine_options`` (and ``--block-size``) describe."""
     from kvspan import cli_server

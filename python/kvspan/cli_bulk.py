@@ -72,16 +72,7 @@ def main(args: argparse.Namespace) -> int:
             reorder=not args.no_reorder,
             lenient=args.lenient,
             overwrite=args.overwrite,
-            model=args.model,
-            seed=args.seed,
-            scope=args.scope,
-            placement=args.placement,
-            salt=args.salt,
-            temperature=args.temperature,
-            max_tokens=args.max_tokens,
-            max_concurrency=args.concurrency,
-            order=args.order,
-            nested=args.nested,
+            **cli.run_options(args),
             on_audit=audit,
         )
     if args.json:

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvspan.engine import (
     Capabilities,
@@ -92,9 +91,6 @@ class FakeEngine:
     async def prepare(self, request: GenerateRequest) -> GenerateResult:
         self.prepared.append(request.path)
         return await self.generate(request)
-
-    def layout(self, request: GenerateRequest) -> Any:
-        raise NotImplementedError("the fake engine has no tokens")
 
     def capabilities(self) -> Capabilities:
         return Capabilities(spans=True, reason="", max_tokens=1000, block_size=16)

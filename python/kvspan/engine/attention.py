@@ -39,6 +39,10 @@ class Attend(Protocol):
         ...
 
 
+class UnsupportedAttentionError(Exception):
+    """A model asks for attention that this engine does not compute; str() says which."""
+
+
 _current = threading.local()
 
 
@@ -67,7 +71,7 @@ def attention_forward(
     """The function transformers calls in place of its own attention; [1, H, T, D] tensors."""
     for name, given in (("softcap", softcap), ("attention sinks", s_aux)):
         if given is not None:
-            raise NotImplementedError(f"attention with {name}")
+            raise UnsupportedAttentionError(f"attention with {name}")
     step: Attend | None = getattr(_current, "step", None)
     if step is None:
         raise RuntimeError("a model with kvspan's attention runs only inside `attending`")

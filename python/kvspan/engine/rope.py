@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from kvspan.engine.attention import attending
+from kvspan.engine.attention import UnsupportedAttentionError, attending
 from kvspan.reference import rotate
 from kvspan.rope_scaling import refusal
 
@@ -117,7 +117,7 @@ def _run_probe(model: PreTrainedModel, num_layers: int) -> _Probe:
     try:
         with torch.inference_mode(), attending(probe):
             model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
-    except (NotImplementedError, TypeError, RuntimeError, AttributeError) as e:
+    except (UnsupportedAttentionError, TypeError, RuntimeError, AttributeError) as e:
         raise UnsupportedModelError(f"its attention cannot be replaced: {e}") from e
     if sorted(probe.keys) != list(range(num_layers)):
         raise UnsupportedModelError(
