@@ -246,3 +246,9 @@ def test_cache_folder_is_a_file(site: Path, cache: Path) -> None:
     with pytest.raises(KvspanError, match=r"cannot write .* KVSPAN_CACHE"):
         demo_model_path(_silent)
     assert cache.read_text() == "in the way"
+
+
+def test_cache_folder_of_nobody(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSPAN_CACHE", "~no-such-user/kvspan")
+    with pytest.raises(UsageError, match=r"no home directory .* found ~no-such-user/kvspan"):
+        demo_model_path(_silent)

@@ -51,10 +51,20 @@ def is_demo_model(name: str) -> bool:
 
 
 def cache_root() -> Path:
-    """$KVSPAN_CACHE, else $XDG_CACHE_HOME/kvspan, else ~/.cache/kvspan."""
-    if own := os.environ.get("KVSPAN_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvspan"
+    """$KVSPAN_CACHE, else $XDG_CACHE_HOME/kvspan, else ~/.cache/kvspan.
+
+    Raises UsageError when a ~ in it stands for no folder.
+    """
+    own = os.environ.get("KVSPAN_CACHE")
+    folder = own or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "kvspan")
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError:
+        raise UsageError(
+            "no home directory for the cache folder",
+            expected="KVSPAN_CACHE, the path of a folder",
+            found=folder,
+        ) from None
 
 
 def demo_model_folder() -> Path:
