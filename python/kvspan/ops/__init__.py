@@ -11,6 +11,7 @@ Names of shapes: ``num_blocks`` blocks of a paged KV pool, ``block_size`` tokens
 from __future__ import annotations
 
 from kvspan import _core
+from kvspan.ops.gated_delta import causal_conv1d, gated_delta, gated_delta_state
 from kvspan.ops.hash import (
     BlockChain,
     ExtraRange,
@@ -32,10 +33,13 @@ __all__ = [
     "StepKind",
     "TokenStore",
     "built_with_xxhash",
+    "causal_conv1d",
     "copy_blocks",
     "cuda_status",
     "digest_fields",
     "extend_chains",
+    "gated_delta",
+    "gated_delta_state",
     "plan_moves",
     "rerope",
     "rerope_layers",
