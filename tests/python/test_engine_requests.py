@@ -133,7 +133,7 @@ def test_equal_requests_side_by_side() -> None:
             tasks = [
                 asyncio.ensure_future(engine.generate(rag([1, 2], max_tokens=60))) for _ in range(4)
             ]
-            while not engine._running:
+            while not engine.worker._running:
                 await asyncio.sleep(0.001)
             tasks[2].cancel()
             return [(await task).token_ids for i, task in enumerate(tasks) if i != 2]
@@ -144,7 +144,7 @@ def test_equal_requests_side_by_side() -> None:
 def test_stop_token_ends_the_answer() -> None:
     model = tiny_model("llama")
     with LocalEngine(copy.deepcopy(model), word_tokenizer(), name="llama") as engine:
-        engine._stop_ids = set()
+        engine.worker.stop_ids = set()
         ids = engine.run(rag([1, 2], max_tokens=6)).token_ids
     model.generation_config.eos_token_id = [ids[3]]
     with LocalEngine(model, word_tokenizer(), name="llama") as engine:
@@ -302,7 +302,7 @@ def test_a_broken_engine_answers_everybody_and_takes_no_more(
 ) -> None:
     monkeypatch.setattr("threading.excepthook", lambda args: None)
     with open_tiny("llama", 16) as engine:
-        monkeypatch.setattr(engine, "_admit", lambda job: 1 / 0)
+        monkeypatch.setattr(engine.worker, "_admit", lambda job: 1 / 0)
         with pytest.raises(KvspanError, match="the engine broke down: ZeroDivisionError"):
             engine.run(rag([1, 2]))
         with pytest.raises(KvspanError, match="closed"):

@@ -11,7 +11,8 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from kvspan.engine import GenerateResult
-    from kvspan.engine.local import EngineStats, LocalEngine
+    from kvspan.engine.local import LocalEngine
+    from kvspan.engine.worker import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)

@@ -1,0 +1,312 @@
+"""The thread that owns the model and the pool: which request computes what, and when.
+
+It prefills one request at a time, in chunks, and between chunks decodes all running requests
+together. Requests wait in order of arrival until the pool can hold them to their last token, so
+that nothing is ever preempted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from kvspan.engine import GenerateRequest, GenerateResult, PoolTooSmallError, Progress, Usage
+from kvspan.engine.attention import Row
+from kvspan.engine.pool import BlockPool, PoolFullError
+from kvspan.engine.prefill import Prefill
+from kvspan.engine.runner import ModelRunner
+from kvspan.engine.sampling import Detokenizer, Sampler
+from kvspan.engine.sequence import CacheDomain, Sequence
+from kvspan.errors import KvspanError
+from kvspan.layout import SpanLayout
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way through the worker."""
+
+    request: GenerateRequest
+    layout: SpanLayout
+    detokenizer: Detokenizer
+    sampler: Sampler
+    future: Future[GenerateResult] = field(default_factory=Future)
+    submitted: float = field(default_factory=time.perf_counter)
+    notes: list[str] = field(default_factory=list)
+    cancelled: bool = False
+    prefill: Prefill | None = None
+    steps: Iterator[None] | None = None
+    max_new_tokens: int = 0
+    finish_reason: Literal["stop", "length"] | None = None
+    first_token_at: float = 0.0
+    first_logprobs: torch.Tensor | None = None
+
+    @property
+    def active(self) -> Prefill:
+        assert self.prefill is not None
+        return self.prefill
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine is doing right now. blocks_cached: no request holds them, all can be reused.
+
+    alive: whether requests are still being worked on.
+    """
+
+    alive: bool
+    waiting: int
+    running: int
+    blocks: int
+    blocks_in_use: int
+    blocks_cached: int
+
+
+class Worker:
+    """Works on jobs until it is closed. model: the name that cache keys carry.
+
+    stop_ids: tokens that end an answer. Public methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        pool: BlockPool,
+        model: str,
+        stop_ids: set[int],
+        progress: Progress | None,
+    ) -> None:
+        self.runner = runner
+        self.pool = pool
+        self.model = model
+        self.stop_ids = stop_ids
+        self.progress = progress
+        self.closed = False
+        self._wake = threading.Condition()
+        self._waiting: deque[Job] = deque()
+        self._prefilling: Job | None = None
+        self._running: list[Job] = []
+        self._starved = False  # the head of the queue waits for blocks that running ones hold
+        self._thread = threading.Thread(target=self._work, name="kvspan-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; its future tells how it ended. Raises KvspanError once closed."""
+        with self._wake:
+            if self.closed:
+                raise KvspanError("the engine is closed")
+            job.future.set_running_or_notify_cancel()  # from here on we alone settle it
+            self._waiting.append(job)
+            self._wake.notify()
+
+    def stats(self) -> EngineStats:
+        """A snapshot; the work goes on meanwhile."""
+        pool = self.pool
+        return EngineStats(
+            alive=self._thread.is_alive() and not self.closed,
+            waiting=len(self._waiting),
+            running=len(self._running) + (self._prefilling is not None),
+            blocks=pool.num_blocks,
+            blocks_in_use=pool.num_blocks - pool.num_available,
+            blocks_cached=pool.num_evictable,
+        )
+
+    def clear_cache(self) -> int:
+        """See `LocalEngine.clear_cache`."""
+        with self._wake:
+            if self._waiting or self._running or self._prefilling:
+                raise KvspanError("clear_cache: requests are running")
+            return self.pool.evict()
+
+    def close(self) -> None:
+        """Stop; jobs that are not done fail."""
+        with self._wake:
+            self.closed = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _work(self) -> None:
+        error = KvspanError("the engine was closed")
+        try:
+            while self._wait_for_work():
+                if self._prefilling is None and self._waiting and not self._starved:
+                    self._admit(self._waiting[0])
+                if self._prefilling is not None:
+                    self._step_prefill(self._prefilling)
+                if self._running:
+                    self._step_decode()
+        except BaseException as e:  # a bug of ours: nobody may wait for an answer for ever
+            error = KvspanError(f"the engine broke down: {type(e).__name__}: {e}")
+            raise
+        finally:
+            with self._wake:
+                self.closed = True
+                left = [*self._waiting, *self._running]
+            if self._prefilling is not None:
+                left.append(self._prefilling)
+            for job in left:
+                if not job.future.done():
+                    job.future.set_exception(error)
+
+    def _wait_for_work(self) -> bool:
+        """Block until there is some; False once the engine is closed."""
+        with self._wake:
+            while not (self._waiting or self._running or self._prefilling or self.closed):
+                self._wake.wait()
+            return not self.closed
+
+    def _admit(self, job: Job) -> None:
+        if job.cancelled:
+            self._waiting.popleft()
+            self._fail(job, asyncio.CancelledError())
+            return
+        seq = Sequence(
+            job.layout,
+            job.request.placement,
+            CacheDomain(self.model, job.request.salt),
+            job.max_new_tokens,
+            self.runner.model.device,
+        )
+        job.prefill = Prefill(seq, self.pool, self.runner)
+        job.prefill.timings.queue = time.perf_counter() - job.submitted
+        try:
+            job.prefill.admit()
+        except PoolFullError:
+            self._wait_or_fail(job)
+            return
+        self._waiting.popleft()
+        job.steps = job.prefill.run()
+        self._prefilling = job
+
+    def _wait_or_fail(self, job: Job) -> None:
+        """The head of the queue stays there while running requests may yet free blocks."""
+        if self._running:
+            self._starved = True
+            return
+        self._waiting.popleft()
+        need = job.active.seq.num_blocks
+        spans = max((span.count for span in job.active.seq.spans), default=0)
+        self._fail(
+            job,
+            PoolTooSmallError(
+                f"{job.request.path}: the KV pool is too small: {job.layout.num_tokens} prompt "
+                f"and {job.max_new_tokens} new tokens need {need + spans} blocks of "
+                f"{job.layout.block_size}, the pool has {self.pool.num_blocks}; "
+                f"give it more (--kv-cache-gib)"
+            ),
+        )
+
+    def _step_prefill(self, job: Job) -> None:
+        try:
+            if job.cancelled:
+                raise asyncio.CancelledError
+            assert job.steps is not None
+            next(job.steps)
+            if self.progress:
+                self.progress("prefill", job.active.done_tokens, job.active.total_tokens)
+        except StopIteration:
+            self._prefilling = None
+            self._running.append(job)
+            logits = job.active.logits
+            assert logits is not None
+            try:
+                if self.progress:
+                    self.progress("prefill", job.active.total_tokens, job.active.total_tokens)
+                self._accept(job, logits)
+            except Exception as e:
+                self._fail(job, e)
+        except PoolFullError:
+            job.active.release()
+            self._prefilling = None
+            self._waiting.appendleft(job)
+            self._wait_or_fail(job)
+        except BaseException as e:
+            self._prefilling = None
+            self._fail(job, e)
+
+    def _step_decode(self) -> None:
+        for job in [job for job in self._running if job.cancelled]:
+            self._fail(job, asyncio.CancelledError())
+        rows = []
+        for job in self._running:
+            seq = job.active.seq
+            at = seq.num_prompt_tokens + len(job.detokenizer.token_ids) - 1
+            last = torch.tensor(job.detokenizer.token_ids[-1:], device=seq.device)
+            rows.append(Row(last, at, seq.slots, seq.positions, wants_logits=True))
+        if not rows:
+            return
+        jobs = list(self._running)
+        try:
+            logits = self.runner.forward(rows)
+        except Exception as e:
+            for job in jobs:
+                self._fail(job, e)
+            return
+        for job, row in zip(jobs, logits, strict=True):
+            try:
+                self._accept(job, row)
+            except Exception as e:  # of its own sampler or stream: the others go on
+                self._fail(job, e)
+
+    def _accept(self, job: Job, logits: torch.Tensor) -> None:
+        """Take one more token from logits [vocab_size]; finish the request if it is the last."""
+        token = job.sampler(logits)
+        if not job.first_token_at:
+            job.first_token_at = time.perf_counter()
+            if job.request.return_logprobs:
+                job.first_logprobs = logits.log_softmax(-1)
+        if token in self.stop_ids:
+            self._finish(job, "stop", at_end=True)
+        elif job.detokenizer.push(token):
+            self._finish(job, "stop")
+        elif len(job.detokenizer.token_ids) >= job.max_new_tokens:
+            self._finish(job, "length")
+
+    def _finish(self, job: Job, reason: Literal["stop", "length"], at_end: bool = False) -> None:
+        """at_end: the model ended the text itself, with a token that is not part of the answer."""
+        self._running.remove(job)
+        prefill, ids = job.active, job.detokenizer.token_ids
+        seq, timings, reuse = prefill.seq, prefill.timings, prefill.reuse
+        # The last token's own KV was computed only if another one was asked for after it.
+        written = ids if at_end else ids[:-1]
+        seq.extend_hashes(written)
+        for i in range(seq.num_prompt_tokens // seq.block_size, len(seq.hashes)):
+            self.pool.register(seq.table[i], seq.text_key(i))
+        prefill.release()
+        self._starved = False
+        now = time.perf_counter()
+        timings.ttft = job.first_token_at - job.submitted
+        timings.decode = now - job.first_token_at
+        timings.total = now - job.submitted
+        reuse.notes += job.notes
+        usage = Usage(
+            prompt_tokens=seq.num_prompt_tokens,
+            completion_tokens=len(ids) + at_end,
+            cached_tokens=seq.num_prompt_tokens - reuse.computed_tokens,
+        )
+        logprobs = None if job.first_logprobs is None else job.first_logprobs.cpu().numpy()
+        result = GenerateResult(
+            job.detokenizer.finish(), list(ids), reason, usage, timings, reuse, logprobs
+        )
+        job.future.set_result(result)
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        if job in self._running:
+            self._running.remove(job)
+        if job.prefill is not None:
+            job.prefill.release()
+        self._starved = False
+        if isinstance(error, asyncio.CancelledError):
+            job.future.set_exception(KvspanError("the request was cancelled"))
+            return
+        if not isinstance(error, KvspanError):
+            error = KvspanError(f"{job.request.path}: {type(error).__name__}: {error}")
+        job.future.set_exception(error)
