@@ -168,14 +168,7 @@ class Worker:
             self._waiting.popleft()
             self._fail(job, asyncio.CancelledError())
             return
-        seq = Sequence(
-            job.layout,
-            job.request.placement,
-            CacheDomain(self.model, job.request.salt),
-            job.max_new_tokens,
-            self.runner.model.device,
-        )
-        job.prefill = Prefill(seq, self.pool, self.runner)
+        job.prefill = self._new_prefill(job)
         job.prefill.timings.queue = time.perf_counter() - job.submitted
         try:
             job.prefill.admit()
@@ -185,6 +178,17 @@ class Worker:
         self._waiting.popleft()
         job.steps = job.prefill.run()
         self._prefilling = job
+
+    def _new_prefill(self, job: Job) -> Prefill:
+        """What takes a job to its first logits; hybrid models have one of their own."""
+        seq = Sequence(
+            job.layout,
+            job.request.placement,
+            CacheDomain(self.model, job.request.salt),
+            job.max_new_tokens,
+            self.runner.model.device,
+        )
+        return Prefill(seq, self.pool, self.runner)
 
     def _wait_or_fail(self, job: Job) -> None:
         """The head of the queue stays there while running requests may yet free blocks."""
@@ -235,17 +239,11 @@ class Worker:
     def _step_decode(self) -> None:
         for job in [job for job in self._running if job.cancelled]:
             self._fail(job, asyncio.CancelledError())
-        rows = []
-        for job in self._running:
-            seq = job.active.seq
-            at = seq.num_prompt_tokens + len(job.detokenizer.token_ids) - 1
-            last = torch.tensor(job.detokenizer.token_ids[-1:], device=seq.device)
-            rows.append(Row(last, at, seq.slots, seq.positions, wants_logits=True))
-        if not rows:
-            return
         jobs = list(self._running)
+        if not jobs:
+            return
         try:
-            logits = self.runner.forward(rows)
+            logits = self._decode(jobs)
         except Exception as e:
             for job in jobs:
                 self._fail(job, e)
@@ -255,6 +253,16 @@ class Worker:
                 self._accept(job, row)
             except Exception as e:  # of its own sampler or stream: the others go on
                 self._fail(job, e)
+
+    def _decode(self, jobs: list[Job]) -> torch.Tensor:
+        """Logits [len(jobs), vocab_size] after each job's newest token."""
+        rows = []
+        for job in jobs:
+            seq = job.active.seq
+            at = seq.num_prompt_tokens + len(job.detokenizer.token_ids) - 1
+            last = torch.tensor(job.detokenizer.token_ids[-1:], device=seq.device)
+            rows.append(Row(last, at, seq.slots, seq.positions, wants_logits=True))
+        return self.runner.forward(rows)
 
     def _accept(self, job: Job, logits: torch.Tensor) -> None:
         """Take one more token from logits [vocab_size]; finish the request if it is the last."""
@@ -277,9 +285,7 @@ class Worker:
         seq, timings, reuse = prefill.seq, prefill.timings, prefill.reuse
         # The last token's own KV was computed only if another one was asked for after it.
         written = ids if at_end else ids[:-1]
-        seq.extend_hashes(written)
-        for i in range(seq.num_prompt_tokens // seq.block_size, len(seq.hashes)):
-            self.pool.register(seq.table[i], seq.text_key(i))
+        self._keep(job, written)
         prefill.release()
         self._starved = False
         now = time.perf_counter()
@@ -297,6 +303,13 @@ class Worker:
             job.detokenizer.finish(), list(ids), reason, usage, timings, reuse, logprobs
         )
         job.future.set_result(result)
+
+    def _keep(self, job: Job, written: list[int]) -> None:
+        """Make the answer's blocks findable. written: its tokens whose KV is in the pool."""
+        seq = job.active.seq
+        seq.extend_hashes(written)
+        for i in range(seq.num_prompt_tokens // seq.block_size, len(seq.hashes)):
+            self.pool.register(seq.table[i], seq.text_key(i))
 
     def _fail(self, job: Job, error: BaseException) -> None:
         if job in self._running:
