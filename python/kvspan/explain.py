@@ -7,7 +7,7 @@ without one the parts of each prompt are shown as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvspan.engine import GenerateRequest, Placement, Scope
@@ -45,6 +45,11 @@ class Part:
     blocks: tuple[int, int] | None = None
     positions: tuple[int, int] | None = None
 
+    def to_obj(self) -> dict[str, Any]:
+        """As JSON values; what is not known is left out."""
+        known = {key: value for key, value in vars(self).items() if value is not None}
+        return {**known, "messages": tuple({"role": m.role, "text": m.text} for m in self.messages)}
+
 
 @dataclass(frozen=True)
 class CallLayout:
@@ -63,12 +68,7 @@ class CallLayout:
 
     def to_obj(self) -> dict[str, Any]:
         """As JSON values."""
-        obj = asdict(self)
-        obj["parts"] = [
-            {key: value for key, value in asdict(part).items() if value is not None}
-            for part in self.parts
-        ]
-        return obj
+        return {**asdict(replace(self, parts=())), "parts": [part.to_obj() for part in self.parts]}
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def explain(
 
     model: used instead of every model the query names. layout_for: gives token layouts; without it
     (or where it raises KvspanError) the parts come without counts.
-    rewriting: order, nested and retriever, as for ``kvspan.run``.
+    rewriting: order, nested, corpora and retriever, as for ``kvspan.run``.
     """
     plan, trace = plan_query(query, model, scope=scope, **rewriting)
     layouts = []

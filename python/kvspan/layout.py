@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,9 @@ SEPARATOR = "\n\n"  # between the pieces of one turn, and between messages of a 
 # NQ-open with Gemma-3-270M blanks cost nothing; a tokenizer's own pad token, which no model was
 # trained to read, costs 0.4 nats per answer token.
 PAD_TEXTS = (" ", "\n", ".")
+# Answers over answers over ... this deep are read with the KV they were generated with. To compute
+# that KV again takes all the prompts below it, so there has to be an end.
+MAX_ANSWER_DEPTH = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +40,7 @@ class SpanLayout:
     token_ids: int32 [num_tokens].
     spans: ([start, end) ...] in tokens, on block boundaries, in order, not overlapping.
     scope: what span tokens attend to. With "full" there are no spans.
+    answers: of each span, the answer that it is, if any; () where none is. Scope anchored only.
     Everything before the first span is the anchor. The last token is never inside a span.
     """
 
@@ -44,6 +48,7 @@ class SpanLayout:
     spans: tuple[tuple[int, int], ...]
     block_size: int
     scope: Scope = "anchored"
+    answers: tuple[Answer | None, ...] = ()
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
@@ -54,6 +59,11 @@ class SpanLayout:
             raise UsageError(f"token_ids: expected [num_tokens >= 1], got {self.token_ids.shape}")
         if self.spans and self.scope == "full":
             raise UsageError("spans: scope 'full' has no spans")
+        if self.answers and (len(self.answers) != len(self.spans) or self.scope != "anchored"):
+            raise UsageError(
+                f"answers: expected one or None for each of {len(self.spans)} anchored spans, "
+                f"got {len(self.answers)} in scope {self.scope!r}"
+            )
         last = 0
         for i, (start, end) in enumerate(self.spans):
             if start % self.block_size or end % self.block_size or not last <= start < end:
@@ -79,8 +89,16 @@ class SpanLayout:
 
     @property
     def canonical_start(self) -> int:
-        """Position of a span's first token when its KV is computed."""
+        """Position of a span's first token when its KV is computed, unless it is an answer."""
         return self.anchor_len if self.scope == "anchored" else 0
+
+    def answer(self, span: int) -> Answer | None:
+        """The answer that a span is."""
+        return self.answers[span] if self.answers else None
+
+    def continued(self, token_ids: npt.NDArray[np.int32]) -> SpanLayout:
+        """The layout with more text at its end."""
+        return replace(self, token_ids=np.concatenate([self.token_ids, token_ids]))
 
     def segments(self) -> list[tuple[str, int, int]]:
         """The prompt as ("anchor" | "span" | "text", start, end), in order, without empty ones."""
@@ -119,11 +137,38 @@ class SpanLayout:
         return positions
 
 
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What a model generated, as a span whose KV is that of its generation.
+
+    Its anchor is the prompt it was generated after, wherever the span stands: the KV is a function
+    of that prompt and of its own tokens (DESIGN contract 1), whether it was kept or is computed
+    again.
+
+    prompt, placement: the prompt. token_ids: int32 [num_tokens], without the token that ended it.
+    digest: 32 bytes, of all that its KV depends on besides token_ids.
+    domain: what the cache keys of its request began with; requests of other domains read its text.
+    """
+
+    prompt: SpanLayout
+    placement: Placement
+    token_ids: npt.NDArray[np.int32]
+    digest: bytes
+    domain: Hashable
+    depth: int = 1
+
+    @property
+    def start(self) -> int:
+        """RoPE position of the first token as it was generated."""
+        return int(self.prompt.positions(self.placement)[-1]) + 1
+
+
 @dataclass(frozen=True)
 class _Piece:
     text: str
     is_span: bool = False
     is_template: bool = False  # special tokens in it count
+    answer: Answer | None = None
 
 
 class PromptEncoder:
@@ -142,6 +187,7 @@ class PromptEncoder:
         probe = list(tokenizer("a").input_ids)
         bos = tokenizer.bos_token_id
         self._plain_prefix = [bos] if bos is not None and probe[:1] == [bos] else []
+        self._separator = self._encode([_Piece(SEPARATOR)])[0]
 
     def _find_pad_id(self) -> int:
         pads = self._encode([_Piece(text) for text in PAD_TEXTS])
@@ -150,17 +196,27 @@ class PromptEncoder:
                 return ids[0]
         raise UsageError("the tokenizer has no token for a blank, a newline or a full stop")
 
-    def encode(self, prompt: Prompt, scope: Scope = "anchored", *, chat: bool = True) -> SpanLayout:
+    def encode(
+        self,
+        prompt: Prompt,
+        scope: Scope = "anchored",
+        *,
+        chat: bool = True,
+        domain: Hashable = None,
+    ) -> SpanLayout:
         """Lay out a prompt. Scope "full" gives the ordinary prompt: no spans and no padding.
 
-        chat: whether to use the chat template, if there is one.
+        chat: whether to use the chat template, if there is one. domain: of the request's cache
+        keys; without one, answers in the prompt are read as text.
         """
+        turns = _turns(prompt, domain if scope == "anchored" else None)
         if chat and self.tokenizer.chat_template:
-            pieces, tokens = self._chat_pieces(_turns(prompt)), []
+            pieces, tokens = self._chat_pieces(turns), []
         else:
-            pieces = _join([piece for _, turn in _turns(prompt) for piece in turn])
+            pieces = _join([piece for _, turn in turns for piece in turn])
             tokens = list(self._plain_prefix)
         spans: list[tuple[int, int]] = []
+        answers: list[Answer | None] = []
         in_spans = scope != "full"
         for piece, ids in zip(pieces, self._encode(pieces), strict=True):
             if piece.is_span and in_spans and ids:
@@ -169,6 +225,7 @@ class PromptEncoder:
                 tokens += ids
                 self._pad(tokens)
                 spans.append((start, len(tokens)))
+                answers.append(piece.answer)
             else:
                 tokens += ids
         if not tokens:
@@ -176,16 +233,34 @@ class PromptEncoder:
         if spans and spans[-1][1] == len(tokens):
             tokens.append(self.pad_id)  # the answer is predicted from a token that sees all spans
         ids32 = np.asarray(tokens, dtype=np.int32)
-        return SpanLayout(ids32, tuple(spans), self.block_size, scope)
+        known = tuple(answers) if any(answers) else ()
+        return SpanLayout(ids32, tuple(spans), self.block_size, scope, known)
+
+    def answer_tokens(self, token_ids: Iterable[int]) -> npt.NDArray[np.int32]:
+        """An answer's tokens as they stand in a span, in whole blocks: int32 [num_tokens]."""
+        tokens = [*token_ids, *self._separator]
+        self._pad(tokens)
+        return np.asarray(tokens, dtype=np.int32)
+
+    def may_be_span(self, token_ids: Iterable[int]) -> bool:
+        """Whether none of the tokens could pass for a part of the chat template."""
+        return self._reserved.keys().isdisjoint(token_ids)
 
     def _pad(self, tokens: list[int]) -> None:
         tokens += [self.pad_id] * (-len(tokens) % self.block_size)
 
     def _encode(self, pieces: Sequence[_Piece]) -> list[list[int]]:
-        """Token ids of each piece, tokenized alone."""
-        out: list[list[int]] = [[] for _ in pieces]
+        """Token ids of each piece, tokenized alone; an answer has its own."""
+        out: list[list[int]] = [
+            [*piece.answer.token_ids.tolist(), *self._separator] if piece.answer else []
+            for piece in pieces
+        ]
         for is_template in (True, False):
-            rows = [i for i, p in enumerate(pieces) if p.is_template == is_template and p.text]
+            rows = [
+                i
+                for i, p in enumerate(pieces)
+                if p.is_template == is_template and p.text and not p.answer
+            ]
             if not rows:
                 continue
             texts = [pieces[i].text for i in rows]
@@ -273,18 +348,28 @@ def to_turns(prompt: Prompt) -> list[tuple[str, str]]:
     [('system', 's'), ('user', 'a\\n\\nq')]
     """
     return [
-        (role, SEPARATOR.join(piece.text for piece in pieces)) for role, pieces in _turns(prompt)
+        (role, SEPARATOR.join(piece.text for piece in pieces))
+        for role, pieces in _turns(prompt, None)
     ]
 
 
-def _turns(prompt: Prompt) -> list[tuple[str, list[_Piece]]]:
+def _turns(prompt: Prompt, domain: Hashable) -> list[tuple[str, list[_Piece]]]:
     turns: list[tuple[str, list[_Piece]]] = []
     for item in prompt:
         role = "user" if isinstance(item, Span) else item.role
         if not turns or turns[-1][0] != role:
             turns.append((role, []))
-        turns[-1][1].append(_Piece(_text(item), is_span=isinstance(item, Span)))
+        answer = _answer(item, domain) if isinstance(item, Span) else None
+        turns[-1][1].append(_Piece(_text(item), isinstance(item, Span), answer=answer))
     return turns
+
+
+def _answer(span: Span, domain: Hashable) -> Answer | None:
+    """The answer that a span is, where its KV may be used."""
+    answer = span.messages[0].answer if len(span.messages) == 1 else None
+    if not isinstance(answer, Answer) or domain is None or answer.domain != domain:
+        return None
+    return answer if answer.depth <= MAX_ANSWER_DEPTH else None
 
 
 def _text(item: Message | Span) -> str:
@@ -298,7 +383,7 @@ def _join(pieces: Iterable[_Piece]) -> list[_Piece]:
     out = list(pieces)
     for i, piece in enumerate(out):
         if piece.is_span or i + 1 < len(out):
-            out[i] = _Piece(piece.text + SEPARATOR, is_span=piece.is_span)
+            out[i] = replace(piece, text=piece.text + SEPARATOR)
     return out
 
 

@@ -160,7 +160,7 @@ def test_moving_without_rotation_would_be_noticed(monkeypatch: pytest.MonkeyPatc
 def test_merged_domains_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: were span blocks keyed like ordinary ones, an ordinary prompt would err."""
     extend = BlockChain.extend
-    monkeypatch.setattr(BlockChain, "extend", lambda self, ids, spans=(): extend(self, ids))
+    monkeypatch.setattr(BlockChain, "extend", lambda self, ids, *_: extend(self, ids))
     monkeypatch.setattr(Sequence, "text_key", lambda self, block: ("placed", self.hashes[block]))
     monkeypatch.setattr(SpanRef, "table_keys", lambda self: [("placed", key) for key in self.keys])
     with open_tiny("llama", 16) as engine:

@@ -50,6 +50,8 @@ class GenerateRequest:
     stop: texts that end the answer where one of them first appears; it is not part of the answer.
     chat: whether the prompt goes through the model's chat template; if not, the texts of its
         messages are the prompt, and the answer goes on from them.
+    keep_answer: whether the answer will be read as a span (`GenerateResult.answer`), so that its
+        KV is better kept. It changes no answer.
     path: JSON path of the generate node, for messages.
     """
 
@@ -63,6 +65,7 @@ class GenerateRequest:
     salt: str = ""
     stop: tuple[str, ...] = ()
     chat: bool = True
+    keep_answer: bool = False
     path: str = "$"
     return_logprobs: bool = False
 
@@ -91,7 +94,12 @@ class Timings:
 
 @dataclass
 class Reuse:
-    """What happened to the prompt's tokens, for audit: span_tokens = reused + prepared."""
+    """What happened to the prompt's tokens, for audit: span_tokens = reused + prepared.
+
+    answers: spans that are answers of other calls. answer_tokens: generated tokens in them, and
+    answer_reused_tokens: those whose KV was found. kept_tokens: of this call's own answer, those
+    whose KV was kept for spans to come.
+    """
 
     spans: int = 0
     span_hits: int = 0
@@ -100,6 +108,10 @@ class Reuse:
     moved_tokens: int = 0
     prepared_tokens: int = 0
     computed_tokens: int = 0
+    answers: int = 0
+    answer_tokens: int = 0
+    answer_reused_tokens: int = 0
+    kept_tokens: int = 0
     notes: list[str] = field(default_factory=list)
 
 
@@ -109,6 +121,7 @@ class GenerateResult:
 
     token_ids: of the answer; empty where the engine does not know them.
     first_logprobs: float32 [vocab_size] of the first new token, if asked for.
+    answer: for `Message.answer`, where the engine can use the answer's KV as a span's.
     """
 
     text: str
@@ -118,6 +131,7 @@ class GenerateResult:
     timings: Timings
     reuse: Reuse
     first_logprobs: np.ndarray[Any, Any] | None = None
+    answer: object = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -125,6 +139,7 @@ class Capabilities:
     """What an engine can do.
 
     spans: whether span KV can be reused; if not, reason says why, and scope is always full.
+    answers: whether answers can be spans with the KV they were generated with.
     max_tokens: the model's context, prompt and answer together; 0 where it is not known.
     block_size: tokens per KV block; 0 where it is not known.
     """
@@ -133,6 +148,7 @@ class Capabilities:
     reason: str
     max_tokens: int
     block_size: int
+    answers: bool = False
 
 
 class Engine(Protocol):

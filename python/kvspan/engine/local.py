@@ -22,12 +22,14 @@ from kvspan.engine import (
     PromptTooLongError,
 )
 from kvspan.engine.attention import IMPLEMENTATION
+from kvspan.engine.job import EngineStats, Job
 from kvspan.engine.loading import load_model
 from kvspan.engine.pool import BlockPool
 from kvspan.engine.rope import UnsupportedModelError, probe_layers
 from kvspan.engine.runner import KVCache, ModelRunner
 from kvspan.engine.sampling import Detokenizer, Sampler
-from kvspan.engine.worker import EngineStats, Job, Worker
+from kvspan.engine.sequence import CacheDomain
+from kvspan.engine.worker import Worker, blocks_beside
 from kvspan.errors import KvspanError, UsageError
 from kvspan.layout import PromptEncoder, SpanLayout
 
@@ -83,7 +85,15 @@ class LocalEngine:
         self._check(model)
         # Long prompts take the tokenizer a while, and it must not be used by two threads at once.
         self._encoding = ThreadPoolExecutor(1, "kvspan-tokenizer")
-        self.worker = Worker(self.runner, self.pool, name, _stop_ids(model, tokenizer), progress)
+        self.worker = Worker(
+            self.runner,
+            self.pool,
+            name,
+            self.encoder,
+            self.max_positions,
+            _stop_ids(model, tokenizer),
+            progress,
+        )
 
     @classmethod
     def open(
@@ -178,7 +188,8 @@ class LocalEngine:
     def layout(self, request: GenerateRequest) -> SpanLayout:
         """The token layout the request would run with. Runs nothing."""
         scope = "full" if self.no_spans else request.scope
-        return self.encoder.encode(request.prompt, scope, chat=request.chat)
+        domain = CacheDomain(self.name, request.salt)
+        return self.encoder.encode(request.prompt, scope, chat=request.chat, domain=domain)
 
     @property
     def vocab_size(self) -> int:
@@ -195,6 +206,7 @@ class LocalEngine:
             reason=self.no_spans,
             max_tokens=self.max_positions,
             block_size=self.encoder.block_size,
+            answers=not self.no_spans,
         )
 
     def clear_cache(self) -> int:
@@ -254,8 +266,8 @@ class LocalEngine:
     @staticmethod
     def _most_blocks(layout: SpanLayout) -> int:
         """Blocks a prompt needs at once: itself, and its largest span before it is moved."""
-        spans = max((end - start for start, end in layout.spans), default=0)
-        return -(-layout.num_tokens // layout.block_size) + spans // layout.block_size
+        spans = max((blocks_beside(layout, i) for i in range(len(layout.spans))), default=0)
+        return -(-layout.num_tokens // layout.block_size) + spans
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 
 from kvspan.engine import Reuse, Timings
+from kvspan.engine.answers import CHUNK_TOKENS as CHUNK_TOKENS
+from kvspan.engine.answers import batches, copy_answer
 from kvspan.engine.attention import Row
 from kvspan.engine.pool import BlockPool, PoolFullError
 from kvspan.engine.runner import ModelRunner
-from kvspan.engine.sequence import Sequence, SpanRef
-
-CHUNK_TOKENS = 1024  # tokens per forward pass: progress is shown and others decode in between
+from kvspan.engine.sequence import CacheDomain, Sequence, SpanRef
 
 
 @dataclass
@@ -39,6 +39,7 @@ class Prefill:
     _moved: list[SpanRef] = field(default_factory=list)  # to be moved into the table
     _text: list[tuple[int, int]] = field(default_factory=list)  # token ranges to compute
     _anchor_from: int = 0
+    _inner: Prefill | None = None  # of the answer that is being computed again
 
     def admit(self) -> None:
         seq, pool = self.seq, self.pool
@@ -91,7 +92,7 @@ class Prefill:
             reuse.spans += 1
             reuse.span_tokens += tokens
             found = self._lookup_leading(span.table_keys())
-            if span.delta and len(found) < span.count:
+            if (span.delta or span.answer) and len(found) < span.count:
                 pool.release(reversed(found))
                 span.found = self._lookup_leading(span.canonical_keys())
                 self._moved.append(span)
@@ -103,6 +104,11 @@ class Prefill:
                     self._shared.append((span, cached))
                 elif span.delta:  # keep the source as recently used as its copy
                     pool.release(reversed(self._lookup_leading(span.canonical_keys())))
+            if span.answer is not None:
+                generated = len(span.answer.token_ids)
+                reuse.answers += 1
+                reuse.answer_tokens += generated
+                reuse.answer_reused_tokens += min(cached * seq.block_size, generated)
             reuse.reused_tokens += cached * seq.block_size
             reuse.span_hits += cached == span.count
 
@@ -171,6 +177,7 @@ class Prefill:
         start = time.perf_counter()
         canonical: dict[bytes, list[int]] = {}
         group: list[SpanRef] = []
+        again: list[tuple[SpanRef, list[int]]] = []  # answers to compute again, and where to
         rows = []
         while self._moved:
             span = self._moved[0]
@@ -184,15 +191,19 @@ class Prefill:
                     break
                 self._held += fresh
                 canonical[span.identity] = span.found + fresh
-                if fresh:
+                if fresh and span.answer is not None:
+                    again.append((span, canonical[span.identity][cached:]))
+                elif fresh:
                     rows.append(seq.span_row(span, canonical[span.identity], cached))
-                    self.reuse.prepared_tokens += len(fresh) * size
+                self.reuse.prepared_tokens += len(fresh) * size
             elif cached < span.count:
                 self._count_repeat(span, cached)
             self._held += span.found
             span.found = []
             group.append(self._moved.pop(0))
         yield from self._forward(rows)
+        for span, blocks in again:
+            yield from self._compute_answer(span, blocks)
         for span in group:
             self._register(canonical[span.identity], span.canonical_keys())
         prepared = time.perf_counter()
@@ -207,39 +218,42 @@ class Prefill:
         self.timings.move += time.perf_counter() - prepared
         yield
 
+    def _compute_answer(self, span: SpanRef, blocks: list[int]) -> Iterator[None]:
+        """An answer after its own prompt, then a copy of its last blocks in ``blocks``."""
+        answer, size = span.answer, self.seq.block_size
+        assert answer is not None and isinstance(answer.domain, CacheDomain)
+        first, last = span.first * size, (span.first + span.count) * size
+        layout = answer.prompt.continued(self.seq.layout.token_ids[first:last])
+        seq = Sequence(layout, answer.placement, answer.domain, 0, self.seq.device)
+        inner = self._inner = Prefill(seq, self.pool, self.runner)
+        inner.admit()
+        yield from inner.run()
+        copy_answer(seq, layout.num_tokens - len(blocks) * size, blocks, self.runner)
+        inner.release()
+        self._inner = None
+        self.done_tokens += inner.done_tokens
+        self.reuse.computed_tokens += inner.reuse.computed_tokens
+
     def _register(self, blocks: list[int], keys: list[object]) -> None:
         for block, key in zip(blocks, keys, strict=True):
             self.pool.register(block, key)
 
     def _forward(self, rows: list[Row]) -> Iterator[None]:
-        """Run rows in order, at most CHUNK_TOKENS a pass; rows are split where they must be."""
-        batch: list[Row] = []
-        room = CHUNK_TOKENS
-        for row in rows:
-            at = 0
-            while at < row.num_tokens:
-                take = min(room, row.num_tokens - at)
-                wants = row.wants_logits and at + take == row.num_tokens
-                ids = row.token_ids[at : at + take]
-                batch.append(Row(ids, row.start + at, row.slots, row.positions, wants))
-                at, room = at + take, room - take
-                if room == 0:
-                    yield from self._pass(batch)
-                    batch, room = [], CHUNK_TOKENS
-        if batch:
-            yield from self._pass(batch)
-
-    def _pass(self, batch: list[Row]) -> Iterator[None]:
-        logits = self.runner.forward(batch)
-        tokens = sum(row.num_tokens for row in batch)
-        self.done_tokens += tokens
-        self.reuse.computed_tokens += tokens
-        if len(logits):
-            self.logits = logits[-1]
-        yield
+        """Run rows in order, a pass at a time."""
+        for batch in batches(rows):
+            logits = self.runner.forward(batch)
+            tokens = sum(row.num_tokens for row in batch)
+            self.done_tokens += tokens
+            self.reuse.computed_tokens += tokens
+            if len(logits):
+                self.logits = logits[-1]
+            yield
 
     def release(self) -> None:
         """Give every block back; the end of the prompt becomes evictable first."""
+        if self._inner is not None:
+            self._inner.release()
+            self._inner = None
         for span in self._moved:
             self._held += span.found
             span.found = []

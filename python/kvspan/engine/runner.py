@@ -47,6 +47,15 @@ class KVCache:
         per_token = sum(s.num_kv_heads * (s.head_dim + s.value_dim) for s in specs)
         return int(per_token * dtype.itemsize * block_size)
 
+    def copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Copy the tokens in slots src [n] to slots dst [n], none of which is in src, as they are.
+
+        The keys keep the rotation of the position they were computed at.
+        """
+        for cache in (*self.keys, *self.values):
+            slots = cache.flatten(0, 1)
+            slots[dst] = slots[src]
+
     def move(self, src: Sequence[int], dst: Sequence[int], deltas: Sequence[int]) -> None:
         """Copy blocks to other blocks, keys rotated by delta tokens: all as if gathered first."""
         plan = ops.plan_moves(

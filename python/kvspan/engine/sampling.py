@@ -55,6 +55,7 @@ class Detokenizer:
         self.on_text = on_text
         self.stop = [text for text in stop if text]
         self.token_ids: list[int] = []
+        self.cut = False  # whether the text ends before the tokens do
         self._emitted = ""
 
     def push(self, token_id: int) -> bool:
@@ -66,7 +67,8 @@ class Detokenizer:
         end = self._end(text)
         if self.on_text and end is None and not text.endswith("\ufffd"):
             self._emit(text[: len(text) - self._undecided(text)])
-        return end is not None
+        self.cut = end is not None
+        return self.cut
 
     def finish(self) -> str:
         text = self.text()

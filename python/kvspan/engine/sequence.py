@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvspan.engine import Placement
 from kvspan.engine.attention import Row, Slots
-from kvspan.layout import SpanLayout
-from kvspan.ops import BlockChain, digest_fields
+from kvspan.layout import Answer, SpanLayout
+from kvspan.ops import BlockChain, ExtraRange, digest_fields
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,16 @@ class SpanRef:
     """A span of a request: blocks [first, first + count) of its table.
 
     delta: tokens from the span's canonical position to its placement.
-    keys: of its blocks, the same wherever it stands. found: leading blocks already cached at the
-    canonical position, referenced on behalf of the request until it has moved them.
+    keys: of its blocks, the same wherever it stands. answer: which answer it is, if any.
+    found: leading blocks already cached at the canonical position, referenced on behalf of the
+    request until it has moved them.
     """
 
     first: int
     count: int
     delta: int
     keys: list[bytes]
+    answer: Answer | None
     found: list[int]
 
     @property
@@ -86,22 +90,39 @@ class Sequence:
         if layout.spans and placement == "parallel":
             tail = torch.arange(1, max_new_tokens + 1) + self.last_position
             self.positions = torch.cat([torch.from_numpy(positions).long(), tail]).to(device)
+        self.placement = placement
+        self.domain = domain
         self._after = f"after-{placement}"
         self._chain = domain.chain(layout)
-        digests = self._chain.extend(layout.token_ids, layout.spans)
-        self.hashes = [row.tobytes() for row in digests]
-        self.spans = [
-            SpanRef(
-                first=start // self.block_size,
-                count=(end - start) // self.block_size,
-                delta=int(positions[start]) - layout.canonical_start,
-                keys=self.hashes[start // self.block_size : end // self.block_size],
-                found=[],
-            )
-            for start, end in layout.spans
+        # Text after an answer depends on the prompt the answer was generated after.
+        extra = [
+            ExtraRange(start, end, answer.digest)
+            for (start, end), answer in zip(layout.spans, layout.answers, strict=False)
+            if answer is not None
         ]
+        digests = self._chain.extend(layout.token_ids, layout.spans, extra)
+        self.hashes = [row.tobytes() for row in digests]
+        self._prompt_state = self._chain.digest
+        self.spans = [self._span(i, positions) for i in range(len(layout.spans))]
         self.table = [-1] * self.num_blocks
         self.slots = Slots(torch.empty(0, dtype=torch.int64, device=device))
+
+    def _span(self, index: int, positions: npt.NDArray[np.int32]) -> SpanRef:
+        (start, end), answer = self.layout.spans[index], self.layout.answer(index)
+        first, last = start // self.block_size, end // self.block_size
+        keys = self.hashes[first:last]
+        canonical = self.layout.canonical_start
+        if answer is not None:
+            keys = answer_keys(answer, self.layout.token_ids[start:end], self.block_size)
+            canonical = answer.start
+        return SpanRef(first, last - first, int(positions[start]) - canonical, keys, answer, [])
+
+    def answer_digest(self) -> bytes:
+        """`Answer.digest` of what is generated after the prompt."""
+        rest = self.num_prompt_tokens % self.block_size
+        tail = self.layout.token_ids[self.num_prompt_tokens - rest :].astype("<i4").tobytes()
+        placement = self.placement if self.spans else None
+        return digest_fields("kvspan/answer/v1", self._prompt_state, tail, placement)
 
     @property
     def num_blocks(self) -> int:
@@ -142,6 +163,13 @@ class Sequence:
         if new_tokens:
             ids = torch.tensor(new_tokens, dtype=torch.int64).numpy()
             self.hashes += [row.tobytes() for row in self._chain.extend(ids)]
+
+
+def answer_keys(answer: Answer, token_ids: npt.NDArray[np.int32], block_size: int) -> list[bytes]:
+    """Keys of the blocks of an answer's span; token_ids: `PromptEncoder.answer_tokens`."""
+    root = answer.digest
+    chain = BlockChain(block_size, root=root, span_root=root, anchored=False)
+    return [row.tobytes() for row in chain.extend(token_ids)]
 
 
 def block_slots(blocks: torch.Tensor, block_size: int) -> torch.Tensor:

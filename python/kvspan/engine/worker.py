@@ -11,68 +11,26 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
-from kvspan.engine import GenerateRequest, GenerateResult, PoolTooSmallError, Progress, Usage
+from kvspan.engine import GenerateResult, PoolTooSmallError, Progress, Usage
+from kvspan.engine.answers import Finished, keep_answers
 from kvspan.engine.attention import Row
+from kvspan.engine.job import EngineStats, Job
 from kvspan.engine.pool import BlockPool, PoolFullError
 from kvspan.engine.prefill import Prefill
 from kvspan.engine.runner import ModelRunner
-from kvspan.engine.sampling import Detokenizer, Sampler
 from kvspan.engine.sequence import CacheDomain, Sequence
 from kvspan.errors import KvspanError
-from kvspan.layout import SpanLayout
-
-
-@dataclass(eq=False)
-class Job:
-    """A request on its way through the worker."""
-
-    request: GenerateRequest
-    layout: SpanLayout
-    detokenizer: Detokenizer
-    sampler: Sampler
-    future: Future[GenerateResult] = field(default_factory=Future)
-    submitted: float = field(default_factory=time.perf_counter)
-    notes: list[str] = field(default_factory=list)
-    cancelled: bool = False
-    prefill: Prefill | None = None
-    steps: Iterator[None] | None = None
-    max_new_tokens: int = 0
-    finish_reason: Literal["stop", "length"] | None = None
-    first_token_at: float = 0.0
-    first_logprobs: torch.Tensor | None = None
-
-    @property
-    def active(self) -> Prefill:
-        assert self.prefill is not None
-        return self.prefill
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What the engine is doing right now. blocks_cached: no request holds them, all can be reused.
-
-    alive: whether requests are still being worked on.
-    """
-
-    alive: bool
-    waiting: int
-    running: int
-    blocks: int
-    blocks_in_use: int
-    blocks_cached: int
+from kvspan.layout import Answer, PromptEncoder, SpanLayout
 
 
 class Worker:
     """Works on jobs until it is closed. model: the name that cache keys carry.
 
-    stop_ids: tokens that end an answer. Public methods may be called from any thread.
+    encoder: how answers become spans. max_positions: of the model. stop_ids: tokens that end an
+    answer. Public methods may be called from any thread.
     """
 
     def __init__(
@@ -80,12 +38,16 @@ class Worker:
         runner: ModelRunner,
         pool: BlockPool,
         model: str,
+        encoder: PromptEncoder,
+        max_positions: int,
         stop_ids: set[int],
         progress: Progress | None,
     ) -> None:
         self.runner = runner
         self.pool = pool
         self.model = model
+        self.encoder = encoder
+        self.max_positions = max_positions
         self.stop_ids = stop_ids
         self.progress = progress
         self.closed = False
@@ -197,7 +159,7 @@ class Worker:
             return
         self._waiting.popleft()
         need = job.active.seq.num_blocks
-        spans = max((span.count for span in job.active.seq.spans), default=0)
+        spans = max((blocks_beside(job.layout, i) for i in range(len(job.layout.spans))), default=0)
         self._fail(
             job,
             PoolTooSmallError(
@@ -224,7 +186,8 @@ class Worker:
             try:
                 if self.progress:
                     self.progress("prefill", job.active.total_tokens, job.active.total_tokens)
-                self._accept(job, logits)
+                if self._accept(job, logits):
+                    self._finish([job])
             except Exception as e:
                 self._fail(job, e)
         except PoolFullError:
@@ -248,11 +211,14 @@ class Worker:
             for job in jobs:
                 self._fail(job, e)
             return
+        done: list[Job] = []
         for job, row in zip(jobs, logits, strict=True):
             try:
-                self._accept(job, row)
+                if self._accept(job, row):
+                    done.append(job)
             except Exception as e:  # of its own sampler or stream: the others go on
                 self._fail(job, e)
+        self._finish(done)
 
     def _decode(self, jobs: list[Job]) -> torch.Tensor:
         """Logits [len(jobs), vocab_size] after each job's newest token."""
@@ -264,28 +230,69 @@ class Worker:
             rows.append(Row(last, at, seq.slots, seq.positions, wants_logits=True))
         return self.runner.forward(rows)
 
-    def _accept(self, job: Job, logits: torch.Tensor) -> None:
-        """Take one more token from logits [vocab_size]; finish the request if it is the last."""
+    def _accept(self, job: Job, logits: torch.Tensor) -> bool:
+        """Take one more token from logits [vocab_size]; whether it is the last."""
         token = job.sampler(logits)
         if not job.first_token_at:
             job.first_token_at = time.perf_counter()
             if job.request.return_logprobs:
                 job.first_logprobs = logits.log_softmax(-1)
         if token in self.stop_ids:
-            self._finish(job, "stop", at_end=True)
+            job.finish_reason, job.at_end = "stop", True
         elif job.detokenizer.push(token):
-            self._finish(job, "stop")
+            job.finish_reason = "stop"
         elif len(job.detokenizer.token_ids) >= job.max_new_tokens:
-            self._finish(job, "length")
+            job.finish_reason = "length"
+        return job.finish_reason is not None
 
-    def _finish(self, job: Job, reason: Literal["stop", "length"], at_end: bool = False) -> None:
-        """at_end: the model ended the text itself, with a token that is not part of the answer."""
+    def _finish(self, jobs: list[Job]) -> None:
+        """Cache what was computed for jobs that came to their end, and settle their futures."""
+        for job in jobs:
+            self._cache(job)
+        wanted, answers = [], []
+        for job in jobs:
+            if job.request.keep_answer and job.answer is not None:
+                wanted.append(job)
+                answers.append(Finished(job.active.seq, job.answer, job.written))
+        try:
+            kept = keep_answers(answers, self.encoder, self.pool, self.runner)
+        except Exception as e:
+            for job in jobs:
+                self._fail(job, e)
+            return
+        for job, is_kept in zip(wanted, kept, strict=True):
+            if is_kept:
+                job.active.reuse.kept_tokens = len(job.detokenizer.token_ids)
+            else:
+                job.notes.append("the KV of the answer was not kept: the pool is full")
+        for job in jobs:
+            try:
+                self._settle(job)
+            except Exception as e:  # of its own stream
+                self._fail(job, e)
+
+    def _cache(self, job: Job) -> None:
+        """Cache the answer as text, for prompts that go on from it; make it a span if it can be."""
+        seq, ids = job.active.seq, job.detokenizer.token_ids
+        digest = seq.answer_digest()
+        # The last token's own KV was computed only if another one was asked for after it.
+        written = ids if job.at_end else ids[:-1]
+        seq.extend_hashes(written)
+        for i in range(seq.num_prompt_tokens // seq.block_size, len(seq.hashes)):
+            self.pool.register(seq.table[i], seq.text_key(i))
+        job.written = len(written)
+        tokens = self.encoder.answer_tokens(ids)
+        fits = seq.last_position + 1 + len(tokens) <= self.max_positions
+        if ids and fits and not job.detokenizer.cut and self.encoder.may_be_span(ids):
+            depth = 1 + max((a.depth for a in job.layout.answers if a is not None), default=0)
+            job.answer = Answer(
+                job.layout, seq.placement, tokens[: len(ids)], digest, seq.domain, depth
+            )
+
+    def _settle(self, job: Job) -> None:
         self._running.remove(job)
         prefill, ids = job.active, job.detokenizer.token_ids
         seq, timings, reuse = prefill.seq, prefill.timings, prefill.reuse
-        # The last token's own KV was computed only if another one was asked for after it.
-        written = ids if at_end else ids[:-1]
-        self._keep(job, written)
         prefill.release()
         self._starved = False
         now = time.perf_counter()
@@ -295,21 +302,23 @@ class Worker:
         reuse.notes += job.notes
         usage = Usage(
             prompt_tokens=seq.num_prompt_tokens,
-            completion_tokens=len(ids) + at_end,
-            cached_tokens=seq.num_prompt_tokens - reuse.computed_tokens,
+            completion_tokens=len(ids) + job.at_end,
+            cached_tokens=max(0, seq.num_prompt_tokens - reuse.computed_tokens),
         )
         logprobs = None if job.first_logprobs is None else job.first_logprobs.cpu().numpy()
-        result = GenerateResult(
-            job.detokenizer.finish(), list(ids), reason, usage, timings, reuse, logprobs
+        assert job.finish_reason is not None
+        job.future.set_result(
+            GenerateResult(
+                job.detokenizer.finish(),
+                list(ids),
+                job.finish_reason,
+                usage,
+                timings,
+                reuse,
+                logprobs,
+                job.answer,
+            )
         )
-        job.future.set_result(result)
-
-    def _keep(self, job: Job, written: list[int]) -> None:
-        """Make the answer's blocks findable. written: its tokens whose KV is in the pool."""
-        seq = job.active.seq
-        seq.extend_hashes(written)
-        for i in range(seq.num_prompt_tokens // seq.block_size, len(seq.hashes)):
-            self.pool.register(seq.table[i], seq.text_key(i))
 
     def _fail(self, job: Job, error: BaseException) -> None:
         if job in self._running:
@@ -323,3 +332,12 @@ class Worker:
         if not isinstance(error, KvspanError):
             error = KvspanError(f"{job.request.path}: {type(error).__name__}: {error}")
         job.future.set_exception(error)
+
+
+def blocks_beside(layout: SpanLayout, span: int) -> int:
+    """Blocks that a span needs beside the prompt's own while it is computed and moved."""
+    start, end = layout.spans[span]
+    tokens, answer = end - start, layout.answer(span)
+    if answer is not None:
+        tokens += answer.prompt.num_tokens + tokens
+    return -(-tokens // layout.block_size)

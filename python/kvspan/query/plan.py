@@ -33,10 +33,15 @@ Role = Literal["system", "user", "assistant"]
 
 @dataclass(frozen=True)
 class Message:
-    """Text of one speaker, never empty."""
+    """Text of one speaker, never empty.
+
+    answer: what the engine that generated the text gave with it (`GenerateResult.answer`), where
+    a span is to be read with the KV it was generated with. Not part of the content.
+    """
 
     role: Role
     text: str
+    answer: object = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
