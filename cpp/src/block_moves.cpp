@@ -33,6 +33,7 @@ class Planner {
   explicit Planner(const PlanMovesArgs& args)
       : args_(args),
         num_moves_(args.src_blocks.size()),
+        num_blocks_(std::min(known_blocks(args.ref_counts), known_blocks(args.generations))),
         index_(2 * num_moves_, largest(args.src_blocks, largest(args.dst_blocks, 0))) {}
 
   MovePlan run() {
@@ -55,6 +56,10 @@ class Planner {
   }
 
  private:
+  static std::uint64_t known_blocks(Int64Span by_block) {
+    return by_block.empty() ? std::uint64_t{1} << 63 : by_block.size();
+  }
+
   std::int64_t ref_count(std::int64_t block) const {
     return args_.ref_counts.empty() ? 0 : args_.ref_counts[block];
   }
@@ -65,6 +70,7 @@ class Planner {
 
   // ref_counts and generations bound the block ids where they are given.
   void check_block(std::int64_t block, const char* name, std::size_t i) const {
+    if (static_cast<std::uint64_t>(block) < num_blocks_) return;
     KVSPAN_CHECK_ARG(block >= 0, name, "[", i, "]: expected a block id >= 0, got ", block);
     for (const auto& [by_block, by_block_name] :
          {std::pair{args_.ref_counts, "ref_counts"}, std::pair{args_.generations, "generations"}}) {
@@ -82,6 +88,7 @@ class Planner {
       add_writer(index_, args_.dst_blocks, i);
     }
     plan_.destinations.assign(args_.dst_blocks.begin(), args_.dst_blocks.end());
+    if (args_.ref_counts.empty()) return;
     for (std::size_t i = 0; i < num_moves_; ++i) {
       const std::int64_t block = args_.dst_blocks[i];
       if (block == kChooseBlock || does_nothing(i)) continue;
@@ -161,6 +168,9 @@ class Planner {
   // The move that overwrites each move's source, and so must wait for it. Readers of a block that
   // is only rotated by nothing wait for nobody: that move is left out.
   Int32Vector find_successors() {
+    for (std::size_t i = 0; i < num_moves_; ++i) {
+      if (does_nothing(i)) index_[args_.src_blocks[i]].writer = kNoMove;
+    }
     Int32Vector successor(num_moves_, kNoMove);
     kinds_.assign(num_moves_, StepKind::kCopy);
     for (std::size_t i = 0; i < num_moves_; ++i) {
@@ -171,11 +181,12 @@ class Planner {
         entry.reader = move;
       } else {
         kinds_[in_place ? std::exchange(entry.reader, move) : move] = StepKind::kDuplicate;
+        has_duplicates_ = true;
       }
       if (in_place) kinds_[i] = StepKind::kInPlace;
       if (does_nothing(i)) {
         successor[i] = kLeftOut;
-      } else if (entry.writer >= 0 && entry.writer != move && !does_nothing(entry.writer)) {
+      } else if (entry.writer >= 0 && entry.writer != move) {
         successor[i] = entry.writer;
       }
     }
@@ -184,6 +195,7 @@ class Planner {
 
   // A block on a cycle goes to the cycle's move; the others duplicate it.
   void finish_kinds(const Schedule& schedule) {
+    if (!has_duplicates_) return;
     for (const std::int32_t step : schedule.cycle_steps) {
       const std::int32_t move = schedule.move_of[step];
       BlockIndex::Entry& entry = index_[args_.src_blocks[move]];
@@ -197,40 +209,50 @@ class Planner {
     return saved.on_host ? saved.slot : args_.scratch_blocks[saved.slot];
   }
 
+  // One array at a time: of those that are looked up in no order, each alone may fit a cache.
   void write_steps(Schedule& schedule) {
     const std::size_t num_steps = schedule.steps.size();
-    plan_.kinds.resize(num_steps);
-    plan_.src_blocks.resize(num_steps);
-    plan_.dst_blocks.resize(num_steps);
-    plan_.deltas.resize(num_steps);
-    plan_.moves.resize(num_steps);
-    const auto write = [&](std::size_t at, StepKind kind, std::int64_t src, std::int64_t dst,
-                           std::int64_t delta, std::int64_t move) {
-      plan_.kinds[at] = kind;
-      plan_.src_blocks[at] = src;
-      plan_.dst_blocks[at] = dst;
-      plan_.deltas[at] = delta;
-      plan_.moves[at] = move;
-    };
     const auto num_moves = static_cast<std::int32_t>(num_moves_);
+    plan_.moves.resize(num_steps);
     for (std::size_t at = 0; at < num_steps; ++at) {
+      const std::int32_t step = schedule.steps[at];
+      plan_.moves[at] = step < num_moves ? schedule.move_of[step] : -1;
+    }
+    look_up(std::span<const StepKind>(kinds_), plan_.kinds);
+    look_up(args_.src_blocks, plan_.src_blocks);
+    look_up(Int64Span(plan_.destinations), plan_.dst_blocks);
+    look_up(args_.deltas, plan_.deltas);
+    if (!schedule.saved.empty()) write_saved(schedule);
+    plan_.batch_offsets = std::move(schedule.batch_offsets);
+  }
+
+  // The value of each step's move, 0 where it is none.
+  template <typename T>
+  void look_up(std::span<const T> of_move, LargeVector<T>& of_step) const {
+    const std::size_t num_steps = plan_.moves.size();
+    of_step.resize(num_steps);
+    const std::int64_t* const moves = plan_.moves.data();
+    for (std::size_t at = 0; at < num_steps; ++at) {
+      of_step[at] = moves[at] >= 0 ? of_move[moves[at]] : T{};
+    }
+  }
+
+  // Steps that save a block, and those that read a saved one.
+  void write_saved(const Schedule& schedule) {
+    const auto num_moves = static_cast<std::int32_t>(num_moves_);
+    for (std::size_t at = 0; at < schedule.steps.size(); ++at) {
       const std::int32_t step = schedule.steps[at];
       if (step >= num_moves) {
         const SavedBlock& saved = schedule.saved[step - num_moves];
-        write(at, saved.on_host ? StepKind::kToHost : StepKind::kToScratch,
-              plan_.destinations[schedule.move_of[saved.writer]], slot_block(saved), 0, -1);
-        continue;
+        plan_.kinds[at] = saved.on_host ? StepKind::kToHost : StepKind::kToScratch;
+        plan_.src_blocks[at] = plan_.destinations[schedule.move_of[saved.writer]];
+        plan_.dst_blocks[at] = slot_block(saved);
+      } else if (const std::int32_t s = schedule.reads_saved[step]; s >= 0) {
+        const SavedBlock& saved = schedule.saved[s];
+        plan_.kinds[at] = saved.on_host ? StepKind::kFromHost : StepKind::kFromScratch;
+        plan_.src_blocks[at] = slot_block(saved);
       }
-      const std::int32_t move = schedule.move_of[step];
-      StepKind kind = kinds_[move];
-      std::int64_t src = args_.src_blocks[move];
-      if (const std::int32_t s = schedule.saved.empty() ? -1 : schedule.reads_saved[step]; s >= 0) {
-        kind = schedule.saved[s].on_host ? StepKind::kFromHost : StepKind::kFromScratch;
-        src = slot_block(schedule.saved[s]);
-      }
-      write(at, kind, src, plan_.destinations[move], args_.deltas[move], move);
     }
-    plan_.batch_offsets = std::move(schedule.batch_offsets);
   }
 
   void fuse_layers() {
@@ -260,8 +282,10 @@ class Planner {
 
   const PlanMovesArgs& args_;
   const std::size_t num_moves_;
-  BlockIndex index_;             // blocks that moves read or write
-  LargeVector<StepKind> kinds_;  // [num_moves]
+  const std::uint64_t num_blocks_;  // block ids lie below
+  BlockIndex index_;                // blocks that moves read or write
+  LargeVector<StepKind> kinds_;     // [num_moves]
+  bool has_duplicates_ = false;
   MovePlan plan_;
 };
 

@@ -1,38 +1,11 @@
 #include "kvspan/graph.h"
 
 #include <algorithm>
+#include <utility>
+#include <vector>
 
 namespace kvspan {
 namespace {
-
-// The edges of a node are numbered first_edge(node) to end_edge(node) - 1.
-struct CsrEdges {
-  const CsrGraph& graph;
-
-  std::int32_t num_nodes() const { return static_cast<std::int32_t>(graph.offsets.size()) - 1; }
-  std::int32_t first_edge(std::int32_t node) const { return graph.offsets[node]; }
-  std::int32_t end_edge(std::int32_t node) const { return graph.offsets[node + 1]; }
-  std::int32_t target(std::int32_t edge) const { return graph.targets[edge]; }
-  void prefetch_targets(std::int32_t, std::span<const std::int32_t>) const {}
-};
-
-struct SuccessorEdges {
-  std::span<const std::int32_t> successor;
-
-  std::int32_t num_nodes() const { return static_cast<std::int32_t>(successor.size()); }
-  std::int32_t first_edge(std::int32_t node) const { return node; }
-  std::int32_t end_edge(std::int32_t node) const { return node + (successor[node] >= 0); }
-  std::int32_t target(std::int32_t edge) const { return successor[edge]; }
-  // What a search from the node looks at after it.
-  void prefetch_targets(std::int32_t node, std::span<const std::int32_t> state) const {
-    const std::int32_t next = successor[node];
-    if (next < 0) return;
-    __builtin_prefetch(&state[next]);
-    __builtin_prefetch(&successor[next]);
-  }
-};
-
-constexpr std::int32_t kPrefetchDistance = 16;
 
 // A node whose edges are being followed.
 struct Frame {
@@ -41,9 +14,10 @@ struct Frame {
   std::int32_t number;  // the order in which it was reached, from 1
 };
 
-template <typename Edges>
-Components find_components(const Edges& edges) {
-  const std::int32_t num_nodes = edges.num_nodes();
+}  // namespace
+
+Components strongly_connected_components(const CsrGraph& graph) {
+  const auto num_nodes = static_cast<std::int32_t>(graph.offsets.size()) - 1;
   Components components;
   components.nodes.reserve(num_nodes);
   components.offsets.reserve(num_nodes + 1);
@@ -60,7 +34,7 @@ Components find_components(const Edges& edges) {
   std::int32_t num_reached = 0;
   const auto enter = [&](std::int32_t node) {
     lowest[node] = ++num_reached;
-    path.push_back({node, edges.first_edge(node), num_reached});
+    path.push_back({node, graph.offsets[node], num_reached});
   };
   const auto finish = [&](std::int32_t node) {
     lowest[node] = past_numbers + static_cast<std::int32_t>(components.nodes.size());
@@ -68,14 +42,13 @@ Components find_components(const Edges& edges) {
   };
 
   for (std::int32_t first = 0; first < num_nodes; ++first) {
-    edges.prefetch_targets(std::min(first + kPrefetchDistance, num_nodes - 1), lowest);
     if (lowest[first] != 0) continue;
     enter(first);
     while (!path.empty()) {
       Frame& frame = path.back();
       const std::int32_t node = frame.node;
-      if (frame.next_edge < edges.end_edge(node)) {
-        const std::int32_t target = edges.target(frame.next_edge);
+      if (frame.next_edge < graph.offsets[node + 1]) {
+        const std::int32_t target = graph.targets[frame.next_edge];
         if (lowest[target] == 0) {
           enter(target);  // the edge is looked at again on the way back
         } else {
@@ -103,14 +76,184 @@ Components find_components(const Edges& edges) {
   return components;
 }
 
+namespace {
+
+constexpr std::int32_t kPrefetchDistance = 16;
+
+// A graph of one edge a node, whose components of more than one node are its cycles: all other
+// nodes are peeled off first, from the leaves on, and what is left is walked around.
+//
+// Both go from node to node through memory in no order, so that what counts is how many cache
+// misses are under way at a time. There is one lookup a node. Nodes are peeled first in, first out:
+// those in the queue do not wait for each other, and what they lead to is fetched ahead. Cycles are
+// walked in kNumWalkers places at once: each walker goes on until it meets the start of a piece,
+// its own or another's, and the pieces are put together afterwards.
+class Peeler {
+ public:
+  explicit Peeler(std::span<const std::int32_t> successor)
+      : num_nodes_(static_cast<std::int32_t>(successor.size())), nodes_(successor.size()) {
+    for (std::int32_t v = 0; v < num_nodes_; ++v) nodes_[v] = {successor[v], 0};
+    for (const std::int32_t next : successor) {
+      if (next >= 0) ++nodes_[next].num_waits;
+    }
+    components_.nodes.resize(num_nodes_);
+    components_.position_of.resize(num_nodes_);
+  }
+
+  Components run() {
+    const std::int32_t num_on_cycles = peel();
+    components_.offsets.reserve(num_nodes_ + 1);
+    components_.offsets.push_back(0);
+    if (num_on_cycles > 0) {
+      walk_cycles(num_on_cycles);
+      join_pieces();
+    }
+    for (std::int32_t position = num_on_cycles; position < num_nodes_; ++position) {
+      components_.offsets.push_back(position + 1);
+    }
+    return std::move(components_);
+  }
+
+ private:
+  struct Node {
+    std::int32_t successor;
+    // The nodes before it that are not peeled: 0 of one that may be or is, 1 of one on a cycle.
+    // Then below 0 where a walker was: ~p for the first node of piece p.
+    std::int32_t num_waits;
+  };
+  struct Piece {
+    std::int32_t begin;  // in walked_
+    std::int32_t end;
+    std::int32_t next;  // the piece that goes on where this one ends
+  };
+  struct Walker {
+    std::int32_t node;
+    std::int32_t piece;
+    std::int32_t room_begin;  // its part of walked_ that is not used yet
+    std::int32_t room_end;
+    std::int32_t scan;  // where the next node not reached may be
+    std::int32_t scan_end;
+  };
+  static constexpr std::int32_t kNumWalkers = 16;
+  static constexpr std::int32_t kRoom = 4096;
+
+  void place(std::int32_t position, std::int32_t node) {
+    components_.nodes[position] = node;
+    components_.position_of[node] = position;
+  }
+
+  // Nodes that are on no cycle go to the end, those waited for first: the last peeled comes first.
+  // Returns the number of the others.
+  std::int32_t peel() {
+    LargeVector<std::int32_t> successor_at(num_nodes_);  // by position
+    std::int32_t begin = num_nodes_;                     // peeled nodes have positions from here on
+    const auto add = [&](std::int32_t node) {
+      place(--begin, node);
+      successor_at[begin] = nodes_[node].successor;
+    };
+    for (std::int32_t node = 0; node < num_nodes_; ++node) {
+      if (nodes_[node].num_waits == 0) add(node);
+    }
+    for (std::int32_t position = num_nodes_; position-- > begin;) {
+      const std::int32_t ahead = successor_at[std::max(position - kPrefetchDistance, begin)];
+      if (ahead >= 0) __builtin_prefetch(&nodes_[ahead], 1);
+      const std::int32_t next = successor_at[position];
+      if (next >= 0 && --nodes_[next].num_waits == 0) add(next);
+    }
+    return begin;
+  }
+
+  // Each node that is left has one before it, so that a walker which meets a node reached before
+  // meets the start of a piece.
+  void walk_cycles(std::int32_t num_on_cycles) {
+    walked_.resize(num_on_cycles + kNumWalkers * kRoom);
+    std::vector<Walker> walkers;
+    for (std::int64_t w = 0; w < kNumWalkers; ++w) {
+      Walker walker{};
+      walker.scan = static_cast<std::int32_t>(w * num_nodes_ / kNumWalkers);
+      walker.scan_end = static_cast<std::int32_t>((w + 1) * num_nodes_ / kNumWalkers);
+      if (start(walker)) walkers.push_back(walker);
+    }
+    while (!walkers.empty()) {
+      for (std::size_t w = 0; w < walkers.size(); ++w) {
+        if (step(walkers[w])) continue;
+        walkers[w] = walkers.back();
+        walkers.pop_back();
+      }
+    }
+  }
+
+  // At a node not reached yet; false if there is none.
+  bool start(Walker& walker) {
+    while (walker.scan < walker.scan_end && nodes_[walker.scan].num_waits <= 0) ++walker.scan;
+    if (walker.scan == walker.scan_end) return false;
+    walker.node = walker.scan;
+    open_piece(walker);
+    return true;
+  }
+
+  void open_piece(Walker& walker) {
+    if (walker.room_begin == walker.room_end) {
+      walker.room_begin = walked_used_;
+      walker.room_end = walked_used_ += kRoom;
+    }
+    walker.piece = static_cast<std::int32_t>(pieces_.size());
+    pieces_.push_back({walker.room_begin, walker.room_begin, -1});
+    append(walker, ~walker.piece);
+  }
+
+  void append(Walker& walker, std::int32_t mark) {
+    Node& node = nodes_[walker.node];
+    node.num_waits = mark;
+    walked_[walker.room_begin++] = walker.node;
+    walker.node = node.successor;
+    __builtin_prefetch(&nodes_[walker.node], 1);
+  }
+
+  bool step(Walker& walker) {
+    const std::int32_t mark = nodes_[walker.node].num_waits;
+    const bool is_new = mark >= 0;
+    if (is_new && walker.room_begin < walker.room_end) {
+      append(walker, -1);
+      return true;
+    }
+    Piece& piece = pieces_[walker.piece];
+    piece.end = walker.room_begin;
+    if (is_new) {  // no room left
+      piece.next = static_cast<std::int32_t>(pieces_.size());
+      open_piece(walker);
+      return true;
+    }
+    piece.next = ~mark;
+    return start(walker);
+  }
+
+  void join_pieces() {
+    std::int32_t position = 0;
+    for (std::size_t first = 0; first < pieces_.size(); ++first) {
+      if (pieces_[first].next < 0) continue;
+      for (auto p = static_cast<std::int32_t>(first); pieces_[p].next >= 0;) {
+        for (std::int32_t k = pieces_[p].begin; k < pieces_[p].end; ++k) {
+          place(position++, walked_[k]);
+        }
+        p = std::exchange(pieces_[p].next, -1);
+      }
+      components_.offsets.push_back(position);
+    }
+  }
+
+  const std::int32_t num_nodes_;
+  LargeVector<Node> nodes_;
+  LargeVector<std::int32_t> walked_;
+  std::int32_t walked_used_ = 0;
+  LargeVector<Piece> pieces_;
+  Components components_;
+};
+
 }  // namespace
 
-Components strongly_connected_components(const CsrGraph& graph) {
-  return find_components(CsrEdges{graph});
-}
-
 Components strongly_connected_components(std::span<const std::int32_t> successor) {
-  return find_components(SuccessorEdges{successor});
+  return Peeler(successor).run();
 }
 
 }  // namespace kvspan

@@ -228,7 +228,7 @@ TEST(BlockMovesTest, Errors) {
   expect_error("dst_blocks[0]: expected a block id >= 0, got -3", {1}, {-3}, {0});
   expect_error(
       "scratch_blocks: expected at least 1, for the moves that wait for each other through block "
-      "1, "
+      "0, "
       "got 0 (or host_blocks of 1, got 0)",
       {0, 1}, {1, 0}, {0, 0});
   expect_error("scratch_blocks[0]: block 1 is also a destination", {0}, {1}, {0}, {1});

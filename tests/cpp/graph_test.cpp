@@ -108,6 +108,23 @@ TEST(GraphTest, RandomSuccessors) {
   }
 }
 
+// Large enough that a cycle is walked in several places, in several pieces each.
+TEST(GraphTest, LargePermutationsAndRandomSuccessors) {
+  std::mt19937 random(3);
+  const std::int32_t num_nodes = 150'000;
+  for (const bool is_permutation : {true, false}) {
+    Ints successor(num_nodes);
+    std::iota(successor.begin(), successor.end(), 0);
+    std::shuffle(successor.begin(), successor.end(), random);
+    Edges edges;
+    for (std::int32_t node = 0; node < num_nodes; ++node) {
+      if (!is_permutation) successor[node] = static_cast<std::int32_t>(random() % num_nodes);
+      edges.emplace_back(node, successor[node]);
+    }
+    expect_like_boost(num_nodes, edges, strongly_connected_components(successor));
+  }
+}
+
 TEST(GraphTest, LargeGraphsNeedNoStack) {
   const std::int32_t n = 1000000;
   Ints successor(n);

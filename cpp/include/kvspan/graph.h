@@ -33,7 +33,8 @@ struct Components {
 Components strongly_connected_components(const CsrGraph& graph);
 
 // The same for a graph of at most one edge from each node: to successor[v], or none if that is
-// negative. successor: [num_nodes].
+// negative. successor: [num_nodes]. Its components of more than one node are cycles, so that it
+// takes no search: what is on none is peeled off. Several times as fast where edges go anywhere.
 Components strongly_connected_components(std::span<const std::int32_t> successor);
 
 }  // namespace kvspan
