@@ -27,7 +27,7 @@ from kvspan.query.context import SpanHistory as SpanHistory
 from kvspan.query.nodes import Node, check_max_tokens, check_temperature, describe
 from kvspan.query.optimizer import Fired, optimize
 from kvspan.query.plan import Call, Plan, Say, make_plan, put_answers, to_prompt
-from kvspan.query.retrieval import Retriever
+from kvspan.query.retrieval import CorpusPaths, Retriever, retriever_for, retrieves
 from kvspan.query.spans import note_spans
 from kvspan.results import CallResult as CallResult
 from kvspan.results import Failure as Failure
@@ -65,6 +65,7 @@ class Options:
     nested: Nested = "answer"
     keep_going: bool = False
     retriever: Retriever | None = None
+    corpora: CorpusPaths | None = None
     history: SpanHistory | None = None
     on_print: OnPrint | None = None
     on_audit: OnAudit | None = None
@@ -133,7 +134,8 @@ def run(
     nested: "whole" lets outer generates read the inputs of inner ones beside their answers, so that
         both are one reusable span; "answer", the answers alone.
     keep_going: after a failure, run all that does not depend on it; see RunResult.failures.
-    retriever: finds the fragments of augment and retrieve nodes.
+    corpora: file or folder of each corpus that retrieve nodes name; see ``kvspan.retrieve``.
+    retriever: finds the fragments of augment and retrieve nodes, in the place of the default one.
     on_print: called with the line of every print node, on the event loop's thread.
     on_audit: called with a record of every request when it is over; see ``kvspan.audit``.
 
@@ -165,10 +167,11 @@ async def arun(
 ) -> RunResult:
     """``run`` for callers that have an event loop. Engines are opened on a thread of their own."""
     settings = Options(**options)
-    if settings.retriever is None:
-        job = _Job(query, settings, on_text)
-    else:  # searching takes a while, and the loop has other things to do
+    if isinstance(query, Node) and retrieves(query):
+        # Searching takes a while, and the loop has other things to do.
         job = await asyncio.to_thread(_Job, query, settings, on_text)
+    else:
+        job = _Job(query, settings, on_text)
     opener = open or _default_opener
     try:
         for model in [] if engine else job.models():
@@ -184,14 +187,23 @@ def _default_opener(model: str) -> Engine:
     return open_engine(model)
 
 
-def plan_query(query: Node, model: str | None, **rewriting: Any) -> tuple[Plan, tuple[Fired, ...]]:
+def plan_query(
+    query: Node,
+    model: str | None,
+    *,
+    retriever: Retriever | None = None,
+    corpora: CorpusPaths | None = None,
+    **rewriting: Any,
+) -> tuple[Plan, tuple[Fired, ...]]:
     """Rewrite and plan a query; all that can be wrong with it is found here.
 
-    model: for a query that asks nothing. rewriting: see ``kvspan.query.optimizer.optimize``.
+    model: for a query that asks nothing. retriever, corpora: as for ``run``.
+    rewriting: see ``kvspan.query.optimizer.optimize``.
     """
     if not isinstance(query, Node):
         raise UsageError("not a query", expected="a query node", found=describe(query))
-    optimized = optimize(query, default_model=model, **rewriting)
+    retriever = retriever_for(query, retriever, corpora)
+    optimized = optimize(query, default_model=model, retriever=retriever, **rewriting)
     return make_plan(optimized.query), optimized.trace
 
 
@@ -205,6 +217,7 @@ class _Job:
             query,
             options.model,
             retriever=options.retriever,
+            corpora=options.corpora,
             order=options.order,
             nested=options.nested,
             scope=options.scope,

@@ -302,7 +302,7 @@ def test_fragments_are_prepared_and_then_read() -> None:
 
 def test_retrieval_that_cannot_be_is_one_line() -> None:
     query = g("M", cross(from_corpus("town", "who?"), "who?"))
-    with pytest.raises(UsageError, match=r"^\$\.g\.input\.cross\[0\]: retrieve needs a retriever"):
+    with pytest.raises(UsageError, match=r"^\$\.g\.input\.cross\[0\]: unknown corpus 'town'"):
         run(query, engine=FakeEngine())
 
     class Broken:

@@ -1,11 +1,13 @@
 """Retrieval as a rule: what is retrieved is prepared first, and read as the spans of a plus.
 
-How fragments are found is none of the query's business: a ``Retriever`` is handed in.
+How fragments are found is none of the query's business: a ``Retriever`` is handed in, that of
+``kvspan.retrieve`` where a run brings none of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from kvspan.query.context import Context
 
 _RETRIEVES = (Augment, Retrieve)
+
+# File or folder of each corpus, by the name that queries call it.
+CorpusPaths = Mapping[str, "str | os.PathLike[str]"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,29 @@ class Retriever(Protocol):
         ...
 
 
+def retrieves(query: Node) -> bool:
+    """Whether anything is to be retrieved."""
+    return not kinds_in(query).isdisjoint(("augment", "retrieve"))
+
+
+def retriever_for(
+    query: Node, retriever: Retriever | None, corpora: CorpusPaths | None
+) -> Retriever | None:
+    """The retriever of a run: the one that it was given, or the default one if one is needed."""
+    if retriever is not None:
+        if corpora:
+            raise UsageError(
+                "corpora are for the default retriever", expected="corpora or a retriever",
+                found="both",
+            )  # fmt: skip
+        return retriever
+    if not corpora and not retrieves(query):
+        return None
+    from kvspan.retrieve.corpora import as_retriever
+
+    return as_retriever(corpora)
+
+
 def desugar_retrieval(query: Node, context: Context) -> Node:
     """Retrieved fragments are the spans of a plus, prepared before anything reads them.
 
@@ -72,7 +100,7 @@ def desugar_retrieval(query: Node, context: Context) -> Node:
                  user('who?')))
     """
     retriever = context.retriever
-    if retriever is None or kinds_in(query).isdisjoint(("augment", "retrieve")):
+    if retriever is None or not retrieves(query):
         return query
     found: dict[tuple[str, Corpus], tuple[str, ...]] = {}
     places = _places(query)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from dataclasses import replace
 
 from kvspan.errors import UsageError
 from kvspan.query.nodes import describe
-from kvspan.query.retrieval import Corpus
+from kvspan.query.retrieval import Corpus, CorpusPaths
 from kvspan.retrieve.chunking import DEFAULT_SIZE, cut
 from kvspan.retrieve.documents import read_documents
 from kvspan.retrieve.index import Hit, Index, Progress, Settings, build, open_index
@@ -20,8 +19,6 @@ from kvspan.retrieve.search import EMBEDDING_MODEL, SEARCHES, Search
 
 DEFAULT_LIMIT = 5  # fragments
 _DOCUMENTS = 16  # of queries, whose indexes are kept in memory
-
-CorpusPaths = Mapping[str, "str | os.PathLike[str]"]
 
 
 class Corpora:
