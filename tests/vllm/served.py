@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from vllm import LLM, RequestOutput, SamplingParams
 
+from kvspan.engine import Placement
 from kvspan.layout import SpanLayout
 from kvspan.vllm.params import KEY, to_params
 from kvspan.vllm.prepare import prepare_stages
@@ -74,16 +75,26 @@ class Served:
         self.block_size = self.llm.llm_engine.vllm_config.cache_config.block_size
 
     def ask(
-        self, layouts: Sequence[SpanLayout], *, prepare: bool = True, timeout_s: float = 30.0
+        self,
+        layouts: Sequence[SpanLayout],
+        *,
+        prepare: bool = True,
+        timeout_s: float = 30.0,
+        placement: Placement = "sequential",
     ) -> list[RequestOutput]:
         """One token of each layout, with all log-probabilities; their preparations before."""
         stages = [prepare_stages(layout) if prepare else [] for layout in layouts]
         for i in range(max(map(len, stages), default=0)):
-            self._generate([part for s in stages if i < len(s) for part in s[i]], 0, timeout_s)
-        return self._generate(layouts, VOCAB, timeout_s)
+            parts = [part for s in stages if i < len(s) for part in s[i]]
+            self._generate(parts, 0, timeout_s, placement)
+        return self._generate(layouts, VOCAB, timeout_s, placement)
 
     def _generate(
-        self, layouts: Sequence[SpanLayout], logprobs: int, timeout_s: float
+        self,
+        layouts: Sequence[SpanLayout],
+        logprobs: int,
+        timeout_s: float,
+        placement: Placement = "sequential",
     ) -> list[RequestOutput]:
         prompts = [{"prompt_token_ids": layout.token_ids.tolist()} for layout in layouts]
         params = [
@@ -93,18 +104,20 @@ class Served:
                 ignore_eos=True,
                 detokenize=False,
                 logprobs=logprobs or None,
-                extra_args={"kv_transfer_params": to_params(layout, timeout_s) or None},
+                extra_args={"kv_transfer_params": to_params(layout, timeout_s, placement) or None},
             )
             for layout in layouts
         ]
         return self.llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
 
-    def error(self, layout: SpanLayout, output: RequestOutput) -> float:
+    def error(
+        self, layout: SpanLayout, output: RequestOutput, placement: Placement = "sequential"
+    ) -> float:
         """Largest log-probability difference to transformers, over the whole vocabulary."""
         given = output.outputs[0].logprobs
         assert given is not None
         got = torch.tensor([given[0][token].logprob for token in range(VOCAB)])
-        expected = span_logprobs(self.reference, layout, "sequential")
+        expected = span_logprobs(self.reference, layout, placement)
         return float((got - expected).abs().max())
 
     @staticmethod

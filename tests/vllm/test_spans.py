@@ -81,14 +81,44 @@ def test_batch_of_all_kinds(served: Served) -> None:
         assert served.error(layout, output) <= TOLERANCE
 
 
-def test_without_preparation_it_falls_back_and_says_so(served: Served) -> None:
-    layout = make([1, 2], seed=31)
-    (output,) = served.ask([layout], prepare=False, timeout_s=0.2)
-    assert served.audit(output)["fallback"] == "its spans were not prepared in time"
-    ordinary = layout_from_tokens(layout.token_ids, (), BLOCK)
-    assert served.error(ordinary, output) <= TOLERANCE
-    (output,) = served.ask([layout])  # nothing that was computed meanwhile counts as a span
+def test_without_preparation_it_computes_its_spans_itself(served: Served) -> None:
+    for scope in ("anchored", "isolated"):
+        layout = make([1, 2, 0], scope, between=2, seed=31)
+        (output,) = served.ask([layout], prepare=False, timeout_s=0.1)
+        audit = served.audit(output)
+        assert audit["fallback"] == ""
+        assert audit["computed_tokens"] > 0 and audit["moved_tokens"] == 0
+        assert served.error(layout, output) <= TOLERANCE
+        (output,) = served.ask([layout])  # what was computed elsewhere than it belongs is no source
+        assert served.error(layout, output) <= TOLERANCE
+
+
+def test_partly_prepared_spans_are_moved_and_the_rest_is_computed(served: Served) -> None:
+    served.ask([make([1, 2], seed=32)])
+    layout = make([2, 1, 3], seed=32)
+    (output,) = served.ask([layout], prepare=False, timeout_s=0.1)
+    audit = served.audit(output)
+    # The first lies where it is computed, the second is moved.
+    assert (audit["moved_tokens"], audit["computed_tokens"]) == (3 * BLOCK, 4 * BLOCK)
     assert served.error(layout, output) <= TOLERANCE
+    layout = make([2, 1, 3, 0], seed=32, question=1)
+    (output,) = served.ask([layout], prepare=False, timeout_s=0.1)
+    audit = served.audit(output)
+    assert audit["computed_tokens"] == BLOCK and served.error(layout, output) <= TOLERANCE
+
+
+def test_parallel_placement_shares_spans_as_they_lie(served: Served) -> None:
+    for order, between, tail in (([2, 0, 1], None, 41), ([1, 2, 0, 3], 2, 33), ([0, 2], None, 1)):
+        layout = make(order, seed=33, between=between, tail=tail)
+        for prepare in (True, False):
+            (output,) = served.ask([layout], prepare=prepare, placement="parallel", timeout_s=0.1)
+            audit = served.audit(output)
+            assert audit["fallback"] == "" and audit["moved_tokens"] == 0
+            assert served.error(layout, output, "parallel") <= TOLERANCE
+    # The same spans at other places, and computed by a request itself, are the same blocks.
+    (output,) = served.ask([make([3, 0, 1], seed=33)], prepare=False, timeout_s=0.1)
+    assert served.audit(output)["moved_tokens"] > 0
+    assert served.error(make([3, 0, 1], seed=33), output) <= TOLERANCE
 
 
 def test_main_request_waits_for_preparations_beside_it(served: Served) -> None:

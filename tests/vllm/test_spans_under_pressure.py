@@ -225,6 +225,6 @@ def _same_step(served: Served, seed: int) -> list[float]:
 
 
 def test_span_hashes_of_different_places_differ() -> None:
-    span = PlacedSpan(64, 96, 32, (bytes(32),))
-    assert span.block_hash(0) != PlacedSpan(96, 128, 64, (bytes(32),)).block_hash(0)
-    assert PlacedSpan(64, 96, 0, (bytes(32),)).block_hash(0) == bytes(32)
+    span = PlacedSpan(64, 96, 32, (bytes(32),), in_place=False)
+    assert span.block_hash(0) != PlacedSpan(96, 128, 64, (bytes(32),), False).block_hash(0)
+    assert PlacedSpan(64, 96, 0, (bytes(32),), in_place=True).block_hash(0) == bytes(32)

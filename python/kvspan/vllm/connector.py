@@ -1,14 +1,17 @@
 """vLLM's KV connector for spans: sources and destinations are blocks of vLLM's own pool.
 
 Scheduler side: gives span requests their own block hashes, holds them back until their spans are
-there, and reports the tokens that moves will fill. Worker side: executes the moves before the
-forward pass of the step that was promised them.
+there, and reports the tokens that moves will fill. Where spans stay away, or are gone when vLLM
+resumes a request that it had preempted, the request computes them itself under the same mask
+(`kvspan.vllm.attention`). Worker side: executes the moves before the forward pass of the step that
+was promised them, and rebuilds the attention metadata of steps with spans in them.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +22,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHash
 
 from kvspan.errors import UsageError
+from kvspan.ops import digest_fields
+from kvspan.vllm.attention import StepPlan, apply
 from kvspan.vllm.moving import BlockMover
 from kvspan.vllm.params import KEY, SpanAudit, from_params
-from kvspan.vllm.scheduling import Move, SpanRequest, SpanScheduler
-from kvspan.vllm.support import cache_layout, refusal, rotary, version_note
+from kvspan.vllm.scheduling import Move, PlacedSpan, SpanRequest, SpanScheduler
+from kvspan.vllm.support import cache_layout, no_rows, refusal, rotary, version_note
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,30 +40,48 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.kvspan")
 
+_NO_ROOM_NOW = "no room yet"
+
 
 @dataclass
-class MoveMetadata(KVConnectorMetadata):
-    """Moves of one step: (source block, destination block, delta tokens)."""
+class StepMetadata(KVConnectorMetadata):
+    """What the worker has to do in one step; moves are (source block, destination, delta tokens).
+
+    moves: before the forward pass. late: in each layer when its new keys are written, before it
+    attends. plan: attention rows and positions that are not vLLM's.
+    """
 
     moves: list[tuple[int, int, int]] = field(default_factory=list)
+    late: list[tuple[int, int, int]] = field(default_factory=list)
+    plan: StepPlan = field(default_factory=StepPlan)
 
 
 @dataclass
 class _Tracked:
-    """A request of vLLM's and what is known of its spans."""
+    """A request of vLLM's and what is known of its spans.
+
+    deadline: until when it waits for others to prepare its spans.
+    scratch: blocks held for rotated copies of the anchor while it computes spans itself, so many
+    sets of them as it may need in one step.
+    """
 
     request: Request
     spans: SpanRequest
+    timeout_s: float
     deadline: float
     ordinary_hasher: Any
+    preemptions: int = 0
     plan: list[Move] = field(default_factory=list)
     local_tokens: int = 0
+    computes: bool = False
+    scratch: list[KVCacheBlock] = field(default_factory=list)
 
 
 class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
@@ -67,19 +91,33 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self._reason = refusal(vllm_config, kv_cache_config)
+        self._no_rows = no_rows(vllm_config)
+        self._reason = refusal(vllm_config, kv_cache_config, self._no_rows)
         self._block_size = vllm_config.cache_config.block_size
+        self._caching = bool(vllm_config.cache_config.enable_prefix_caching)
+        self._chunk = vllm_config.scheduler_config.max_num_batched_tokens
         self._pool: BlockPool | None = None
         self._scheduler = SpanScheduler(self._lookup)
         self._tracked: dict[str, _Tracked] = {}
         self._notes: dict[str, SpanAudit] = {}
-        self._step_moves: list[tuple[int, int, int]] = []
+        self._step = StepMetadata()
+        self._holding: list[_Tracked] = []
         self._mover: BlockMover | None = None
         if role == KVConnectorRole.SCHEDULER:
             if note := version_note(vllm.__version__):
                 logger.warning("kvspan: %s", note)
-            state = f"off: {self._reason}" if self._reason else f"on, blocks of {self._block_size}"
-            logger.info("kvspan: span reuse is %s", state)
+            logger.info("kvspan: %s", self._state())
+
+    def _state(self) -> str:
+        """What is on, and why the rest is off, in one line."""
+        if self._reason:
+            return f"span reuse is off: {self._reason}"
+        reuse = "on" if self._caching else "off (prefix caching is off)"
+        rows = f"off ({self._no_rows})" if self._no_rows else "on"
+        return (
+            f"span reuse is {reuse}, blocks of {self._block_size}; "
+            f"missing spans computed in the step, and parallel placement: {rows}"
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -89,6 +127,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._pool = gpu_block_pool
+        self._scheduler.limit = 2 * gpu_block_pool.num_gpu_blocks
 
     def _lookup(self, key: bytes) -> int | None:
         assert self._pool is not None
@@ -106,6 +145,8 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
                 reason = "the request must not read the cache (prompt log-probabilities)"
             elif request.mm_features or request.prompt_embeds is not None:
                 reason = "multimodal inputs or embeddings"
+            elif params.placement == "parallel" and self._no_rows:
+                reason = f"parallel placement: {self._no_rows}"
         except UsageError as e:
             reason = str(e)
         if reason:
@@ -119,10 +160,14 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
             request.block_hashes,
             salt=request.cache_salt,
             lora=f"{lora.lora_int_id}:{lora.lora_name}" if lora else "",
+            placement=params.placement,
         )
-        hasher = request._block_hasher
         self._tracked[request.request_id] = _Tracked(
-            request, spans, time.monotonic() + params.timeout_s, hasher
+            request,
+            spans,
+            params.timeout_s,
+            time.monotonic() + params.timeout_s,
+            request._block_hasher,
         )
         self._notes[request.request_id] = spans.audit
         request._block_hasher = lambda r: spans.extend(r.all_token_ids)[len(r.block_hashes) :]
@@ -135,27 +180,82 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return 0, False
-        tracked.plan = []
+        self._release(tracked)
+        tracked.plan, tracked.computes = [], False
         tracked.local_tokens = num_computed_tokens
-        moves = self._scheduler.match(tracked.spans, num_computed_tokens, request.num_tokens)
-        if moves is None:
-            if time.monotonic() < tracked.deadline:
+        match = self._scheduler.match(tracked.spans, num_computed_tokens, request.num_tokens)
+        if not match.complete:
+            resumed = request.num_preemptions > tracked.preemptions
+            if resumed and self._no_rows:
+                # Nobody is told to prepare its spans again, but somebody else may.
+                tracked.preemptions = request.num_preemptions
+                tracked.deadline = time.monotonic() + tracked.timeout_s
+            wait = self._caching and (self._no_rows or not resumed)
+            if wait and time.monotonic() < tracked.deadline:
                 return None, False
-            self._give_up(tracked)
-            return None, False  # asked again, with the ordinary hashes' local hit
-        tracked.plan = moves
-        if not moves:
+            if reason := self._cannot_compute(tracked):
+                if reason == _NO_ROOM_NOW:
+                    return None, False
+                self._give_up(tracked, reason)
+                return None, False  # asked again, with the ordinary hashes' local hit
+            tracked.computes = True
+        tracked.plan = match.moves
+        if not match.moves:
             return 0, False
-        return (moves[-1].index + 1) * self._block_size - num_computed_tokens, False
+        return (match.moves[-1].index + 1) * self._block_size - num_computed_tokens, False
 
-    def _give_up(self, tracked: _Tracked) -> None:
+    def _cannot_compute(self, tracked: _Tracked) -> str:
+        """Why a request cannot compute its missing spans itself; "" when it can."""
+        if self._no_rows:
+            return f"its spans were not prepared in time ({self._no_rows})"
+        assert self._pool is not None
+        own = -(-tracked.request.num_tokens // self._block_size) + 1
+        free = int(self._pool.get_num_free_blocks())
+        if own + self._scratch_blocks(tracked.spans) <= free:
+            return ""
+        if free < self._pool.num_gpu_blocks - 1:  # others will give theirs back
+            return _NO_ROOM_NOW
+        return "its spans were not prepared in time, and the pool has no room to compute them"
+
+    def _scratch_blocks(self, spans: SpanRequest) -> int:
+        """Blocks for the anchor as the spans of one step must see it."""
+        moved = [span for span in spans.spans if span.delta and not span.in_place]
+        if spans.layout.scope != "anchored" or not moved:
+            return 0
+        shortest = min(span.end - span.start for span in moved)
+        sets: int = min(len(moved), self._chunk // shortest + 2)
+        return sets * (spans.layout.anchor_len // spans.layout.block_size)
+
+    def _release(self, tracked: _Tracked) -> None:
+        if tracked.scratch:
+            assert self._pool is not None
+            self._pool.free_blocks(tracked.scratch)
+            tracked.scratch = []
+            self._holding.remove(tracked)
+
+    def _give_up(self, tracked: _Tracked, reason: str) -> None:
         """Run as an ordinary request, under ordinary hashes: nothing it computes is a span."""
         request = tracked.request
-        reason = "its spans were not prepared in time"
         logger.warning("kvspan: request %s runs without spans: %s", request.request_id, reason)
         tracked.spans.audit.fallback = reason
         del self._tracked[request.request_id]
         request._block_hasher = tracked.ordinary_hasher
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    def _withdraw(self, tracked: _Tracked, table: list[int]) -> None:
+        """Goes on without spans though it was admitted with them: nobody may use its blocks."""
+        assert self._pool is not None
+        request, size = tracked.request, self._block_size
+        self._pool.evict_blocks(set(table[tracked.local_tokens // size :]))
+        self._give_up(tracked, "another connector's tokens were taken, kvspan is to be the first")
+        name, now = request.request_id, time.monotonic_ns()
+
+        def private(r: Request) -> list[BlockHash]:
+            new = range(len(r.block_hashes), r.num_tokens // size)
+            return [BlockHash(digest_fields("kvspan/vllm/private/v1", name, now, i)) for i in new]
+
+        request._block_hasher = private
         request.block_hashes.clear()
         request.update_block_hashes()
 
@@ -167,25 +267,82 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
             return
         plan, tracked.plan = tracked.plan, []
         self._scheduler.forget_unwritten(tracked.spans, tracked.local_tokens)
+        if plan and not num_external_tokens:
+            # Under MultiConnector another connector was chosen, which knows fewer of its tokens.
+            if self._cannot_compute(tracked):
+                self._withdraw(tracked, blocks.get_block_ids()[0])
+                return
+            tracked.computes = True
+        if tracked.computes:
+            assert self._pool is not None
+            if count := self._scratch_blocks(tracked.spans):
+                # Room for these was checked when the request was admitted, a moment ago.
+                tracked.scratch = self._pool.get_new_blocks(count)
+                self._holding.append(tracked)
         if not num_external_tokens:
             return
         table = blocks.get_block_ids()[0]
-        self._step_moves += [(move.src, table[move.index], move.delta) for move in plan]
+        self._step.moves += [(move.src, table[move.index], move.delta) for move in plan]
         tracked.spans.audit.moved_tokens += num_external_tokens
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MoveMetadata:
-        moves, self._step_moves = self._step_moves, []
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        step, self._step = self._step, StepMetadata()
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
-                done = tracked.request.num_computed_tokens + count
-                self._scheduler.mark_written(tracked.spans, done)
-        return MoveMetadata(moves)
+                done = tracked.request.num_computed_tokens
+                self._plan(tracked, done, done + count, step)
+                self._scheduler.mark_written(tracked.spans, done + count)
+        for tracked in list(self._holding):
+            # Later steps come after this one in the worker too, so its scratch is free already.
+            done = tracked.request.num_computed_tokens
+            done += scheduler_output.num_scheduled_tokens.get(tracked.request.request_id, 0)
+            if done >= tracked.spans.end_of_spans or not done:
+                self._release(tracked)
+        return step
+
+    def _plan(self, tracked: _Tracked, lo: int, hi: int, step: StepMetadata) -> None:
+        """Adds what is special about a request's tokens [lo, hi) of this step."""
+        spans = tracked.spans
+        apart = spans.apart(lo, hi)
+        shifts = spans.shifts(lo, hi)
+        if not apart and not shifts:
+            return
+        assert self._kv_cache_manager is not None
+        table = self._kv_cache_manager.get_block_ids(tracked.request.request_id)[0]
+        first = table[lo // self._block_size]
+        if shifts:
+            step.plan.shifts[first] = shifts
+        if apart:
+            prefix = partial(self._anchor, tracked, table, apart, step)
+            step.plan.rows[first] = spans.rows(lo, hi, prefix)
+            spans.audit.computed_tokens += sum(min(s.end, hi) - max(s.start, lo) for s in apart)
+
+    def _anchor(
+        self,
+        tracked: _Tracked,
+        table: list[int],
+        apart: list[PlacedSpan],
+        step: StepMetadata,
+        span: PlacedSpan,
+    ) -> tuple[int, ...]:
+        """Blocks with the anchor's KV at the distance from the span that its scope asks for."""
+        if tracked.spans.layout.scope != "anchored":
+            return ()
+        count = tracked.spans.layout.anchor_len // self._block_size
+        anchor = table[:count]
+        if span.delta:
+            at = apart.index(span) * count
+            copies = [block.block_id for block in tracked.scratch[at : at + count]]
+            step.late += [(a, b, span.delta) for a, b in zip(anchor, copies, strict=True)]
+            anchor = copies
+        return tuple(anchor)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._tracked.pop(request.request_id, None)
+        if tracked := self._tracked.pop(request.request_id, None):
+            self._release(tracked)
         audit = self._notes.pop(request.request_id, None)
         return False, {KEY: asdict(audit)} if audit else None
 
@@ -205,15 +362,27 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         layout = cache_layout(cache.dtype, self._block_size, model.get_head_size())
         self._mover = BlockMover(kv_caches, layout, inv_freq, is_neox)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)
+        if connector_metadata.plan:
+            attn_metadata = get_forward_context().attn_metadata
+            apply(connector_metadata.plan, attn_metadata, self._block_size)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, MoveMetadata)
+        assert isinstance(metadata, StepMetadata)
         if metadata.moves:
             assert self._mover is not None
             self._mover.move(metadata.moves)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        return  # the moves are over, or ahead on the same stream
+        # The other moves are over, or ahead on the same stream.
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        if metadata.late:
+            assert self._mover is not None
+            self._mover.move(metadata.late, layer_name)
 
     def save_kv_layer(
         self,

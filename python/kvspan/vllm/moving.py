@@ -28,14 +28,18 @@ class BlockMover:
     inv_freq: torch.Tensor
     is_neox: bool
 
-    def move(self, moves: list[tuple[int, int, int]]) -> None:
-        """Moves (source block, destination block, delta tokens), as if all were gathered first."""
+    def move(self, moves: list[tuple[int, int, int]], layer: str | None = None) -> None:
+        """Moves (source block, destination block, delta tokens), as if all were gathered first.
+
+        layer: the only layer to do it in; None means all.
+        """
         if not moves:
             return
         src, dst, delta = (np.asarray(column, np.int64) for column in zip(*moves, strict=True))
         # A source that some move overwrites is copied aside first, already rotated.
         aside = np.isin(src, dst) & (src != dst)
-        pools = [self._view(cache) for cache in self.caches.values()]
+        caches = self.caches.values() if layer is None else [self.caches[layer]]
+        pools = [self._view(cache) for cache in caches]
         if aside.any():
             count = int(aside.sum())
             buffers = [pool.new_empty((count, *pool.shape[1:])) for pool in pools]

@@ -1,8 +1,9 @@
 """How a request tells vLLM's scheduler about its spans, and how it is told what became of them.
 
 ``kv_transfer_params={"kvspan": {"spans": [[start, end], ...], "scope": "anchored",
-"timeout_s": 30}}`` on a completion request, or in ``SamplingParams.extra_args`` offline. Positions
-are tokens of the prompt, on block boundaries. The response's ``kv_transfer_params`` has
+"placement": "sequential", "timeout_s": 30}}`` on a completion request, or in
+``SamplingParams.extra_args`` offline. Positions are tokens of the prompt, on block boundaries; all
+but the spans may be left out. The response's ``kv_transfer_params`` has
 ``{"kvspan": {...}}`` with the counts of `SpanAudit`.
 """
 
@@ -12,37 +13,53 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvspan.engine import PLACEMENTS, Placement
 from kvspan.errors import UsageError
 from kvspan.layout import SpanLayout, layout_from_tokens
 
 KEY = "kvspan"
 DEFAULT_TIMEOUT_S = 30.0
-_FIELDS = ("spans", "scope", "timeout_s")
+_FIELDS = ("spans", "scope", "placement", "timeout_s")
 
 
 @dataclass(frozen=True)
 class SpanParams:
-    """timeout_s: how long a request waits for its spans before it runs without reuse."""
+    """timeout_s: how long a request waits for its spans before it computes them itself."""
 
     layout: SpanLayout
     timeout_s: float = DEFAULT_TIMEOUT_S
+    placement: Placement = "sequential"
 
 
 @dataclass
 class SpanAudit:
-    """What became of a request's spans, in tokens. fallback: why spans were not used, or ""."""
+    """What became of a request's spans, in tokens. fallback: why spans were not used, or "".
+
+    moved_tokens: copied to their place. computed_tokens: computed by the request itself, under the
+    mask of its scope. Both count again what a preempted request does again.
+    """
 
     span_tokens: int = 0
     moved_tokens: int = 0
+    computed_tokens: int = 0
     fallback: str = ""
 
 
-def to_params(layout: SpanLayout, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+def to_params(
+    layout: SpanLayout,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    placement: Placement = "sequential",
+) -> dict[str, Any]:
     """The ``kv_transfer_params`` of a laid-out prompt; {} for an ordinary one."""
     if not layout.spans:
         return {}
-    spans = [list(span) for span in layout.spans]
-    return {KEY: {"spans": spans, "scope": layout.scope, "timeout_s": timeout_s}}
+    value: dict[str, Any] = {
+        "spans": [list(span) for span in layout.spans],
+        "scope": layout.scope,
+    }
+    if placement != "sequential":
+        value["placement"] = placement
+    return {KEY: {**value, "timeout_s": timeout_s}}
 
 
 def from_params(
@@ -62,13 +79,18 @@ def from_params(
     spans = value.get("spans", [])
     if not isinstance(spans, Sequence) or not all(_is_pair(span) for span in spans):
         raise UsageError(f"{where}.spans: expected a list of [start, end], got {spans!r}")
+    placement = value.get("placement", "sequential")
+    if placement not in PLACEMENTS:
+        raise UsageError(
+            f"{where}.placement: expected one of {', '.join(PLACEMENTS)}; got {placement!r}"
+        )
     timeout = value.get("timeout_s", DEFAULT_TIMEOUT_S)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
         raise UsageError(f"{where}.timeout_s: expected seconds, 0 or more; got {timeout!r}")
     if not spans:
         return None
     layout = layout_from_tokens(token_ids, spans, block_size, value.get("scope", "anchored"))
-    return SpanParams(layout, float(timeout))
+    return SpanParams(layout, float(timeout), placement)
 
 
 def _is_pair(span: object) -> bool:

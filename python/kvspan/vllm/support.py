@@ -17,7 +17,21 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+def no_rows(vllm_config: VllmConfig) -> str:
+    """Why attention rows and positions can't be changed (`kvspan.vllm.attention`), or ""."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if not current_platform.is_cpu():
+        return "not supported yet by the attention backends for GPUs"
+    if not AttentionBackendEnum.CPU_ATTN.get_path().startswith("kvspan."):
+        return "kvspan's general plug-in is not loaded (VLLM_PLUGINS must name kvspan if it is set)"
+    if vllm_config.parallel_config.enable_dbo:
+        return "dual batch overlap"
+    return ""
+
+
+def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, no_rows: str) -> str:
     """Why spans are off for this configuration; "" when they are on."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -27,8 +41,8 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         vllm_config.parallel_config,
     )
     groups = kv_cache_config.kv_cache_groups
-    if not cache.enable_prefix_caching:
-        return "prefix caching is off, and its pool is where spans are kept"
+    if not cache.enable_prefix_caching and no_rows:
+        return f"prefix caching is off, and its pool is where spans are kept ({no_rows})"
     if len(groups) != 1:
         return f"the model has {len(groups)} kinds of KV cache (sliding windows or recurrent state)"
     spec = groups[0].kv_cache_spec
