@@ -116,6 +116,12 @@ void run(std::span<block_hash::Prompt> prompts, const ExtendArgs& args, std::int
   }
 }
 
+// Makes room for count more, at least twice the room there was if that was too little.
+void grow(std::vector<Digest>& digests, std::size_t count) {
+  const std::size_t size = digests.size() + count;
+  if (size > digests.capacity()) digests.reserve(std::max(size, 2 * digests.capacity()));
+}
+
 }  // namespace
 
 BlockChain::BlockChain(std::int64_t block_size, const Digest& root, const Digest& span_root,
@@ -138,7 +144,10 @@ std::int64_t BlockChain::num_tokens() const {
 
 Digest BlockChain::digest() const {
   const std::lock_guard lock(mutex_);
-  return state_.outer;
+  if (state_.waiting.empty()) return state_.outer;
+  std::shared_lock<std::shared_mutex> store_lock;
+  if (store_) store_lock = store_->hold();
+  return block_hash::Hasher{code_, store_.get()}.hash_absorb(state_.outer, state_.waiting, {}, {});
 }
 
 std::int64_t BlockChain::num_new_blocks(std::int64_t num_tokens) const {
@@ -236,8 +245,10 @@ void BlockChain::extend_locked(const ExtendArgs& args, std::span<std::uint8_t> k
                   .spans = slice(args.spans, args.cu_spans, p),
                   .extra = extra,
                   .keys = keys.data() + num_blocks * sizeof(Digest),
+                  .waiting = state.waiting,
                   .outer = state.outer,
-                  .span_parent = state.span_parent};
+                  .span_parent = state.span_parent,
+                  .new_waiting = {}};
     num_blocks += (static_cast<std::int64_t>(state.pending.size()) + added) / block_size;
   }
   const auto expected = num_blocks * static_cast<std::int64_t>(sizeof(Digest));
@@ -267,7 +278,7 @@ void BlockChain::extend_locked(const ExtendArgs& args, std::span<std::uint8_t> k
                                           : args.token_ids.as<std::int64_t>()[i]);
   };
   for (std::size_t p = 0; p < num_prompts; ++p) {
-    const block_hash::Prompt& prompt = prompts[p];
+    block_hash::Prompt& prompt = prompts[p];
     State& next = next_states[p];
     next.outer = prompt.outer;
     next.span_parent = prompt.span_parent;
@@ -284,8 +295,22 @@ void BlockChain::extend_locked(const ExtendArgs& args, std::span<std::uint8_t> k
       if (range.end > unfinished) overlapping.push_back(range);
     }
     next.pending_extra = std::move(overlapping);
+    if (prompt.absorbed) {
+      next.waiting = std::move(prompt.new_waiting);
+    } else {
+      grow(args.chains[p]->state_.waiting, prompt.new_waiting.size());
+    }
   }
-  for (std::size_t p = 0; p < num_prompts; ++p) args.chains[p]->state_ = std::move(next_states[p]);
+  // Nothing below throws.
+  for (std::size_t p = 0; p < num_prompts; ++p) {
+    State& state = args.chains[p]->state_;
+    if (!prompts[p].absorbed) {  // appended to, so that many calls cost no copies of all
+      const auto& added = prompts[p].new_waiting;
+      state.waiting.insert(state.waiting.end(), added.begin(), added.end());
+      next_states[p].waiting = std::move(state.waiting);
+    }
+    state = std::move(next_states[p]);
+  }
 }
 
 std::vector<std::int64_t> key_offsets(const ExtendArgs& args) {

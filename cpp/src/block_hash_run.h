@@ -45,9 +45,13 @@ struct Prompt {
   std::span<const SpanRange> spans;
   std::span<const ExtraRange> extra;  // those that overlap the unfinished block included
   std::uint8_t* keys = nullptr;
+  std::span<const Digest> waiting;  // last keys of the spans since the last outer block
   // Read, and updated.
   Digest outer;
   std::optional<Digest> span_parent;
+  // Written: those of this call, and whether an outer block has absorbed `waiting`.
+  std::vector<Digest> new_waiting;
+  bool absorbed = false;
 };
 
 // How messages become digests: SHA-256, or a store.
@@ -63,6 +67,29 @@ struct Hasher {
     std::memcpy(padded, message, kSize);
     sha256_write_padding(padded, kSize);
     return sha256_padded(code, padded, sizeof(padded) / 64);
+  }
+
+  // The digest of an outer block that absorbs spans, by their last keys; no tokens: of a chain that
+  // ends with them.
+  Digest hash_absorb(const Digest& parent, std::span<const Digest> old_keys,
+                     std::span<const Digest> new_keys, std::span<const std::uint8_t> tokens) const {
+    const std::uint64_t count = old_keys.size() + new_keys.size();
+    const std::size_t size = kTokensOffset + sizeof(count) + count * sizeof(Digest) + tokens.size();
+    std::vector<std::uint8_t> padded(sha256_padded_size(size));
+    std::uint8_t* out = padded.data();
+    const auto put = [&](const void* bytes, std::size_t n) {
+      if (n > 0) std::memcpy(out, bytes, n);
+      out += n;
+    };
+    put(kAbsorbTag, kTagBytes);
+    put(parent.data(), sizeof(Digest));
+    put(&count, sizeof(count));
+    put(old_keys.data(), old_keys.size_bytes());
+    put(new_keys.data(), new_keys.size_bytes());
+    put(tokens.data(), tokens.size());
+    if (store) return store->intern({padded.data(), size});
+    sha256_write_padding(padded.data(), size);
+    return sha256_padded(code, padded.data(), padded.size() / 64);
   }
 
   Digest hash_pair(const char* tag, const Digest& first, const Digest& second) const {
@@ -227,6 +254,26 @@ class Runner {
     finish(second, two);
   }
 
+  // The first block of text behind spans.
+  void hash_head(Lane& lane, Prompt& prompt) const {
+    prepare(lane);
+    const std::span<const Digest> old_keys =
+        prompt.absorbed ? std::span<const Digest>() : prompt.waiting;
+    finish(lane,
+           hasher_.hash_absorb(lane.parent, old_keys, prompt.new_waiting,
+                               {lane.preimage + kTokensOffset, preimage_bytes_ - kTokensOffset}));
+    prompt.absorbed = true;
+    prompt.new_waiting.clear();
+  }
+
+  // Like fill() for text of the outer chain; false if no block is left to hash.
+  bool fill_text(Lane& lane, Prompt& prompt, std::int64_t start, std::int64_t end) const {
+    if (!fill(lane, prompt, start, end, prompt.outer, &prompt.outer)) return false;
+    const bool waits = !prompt.new_waiting.empty() || (!prompt.absorbed && !prompt.waiting.empty());
+    if (waits) hash_head(lane, prompt);
+    return lane.blocks_left > 0;
+  }
+
   // Hashes independent runs. next(lane) fills a lane with the next one, or returns false.
   template <typename Next>
   void run_lanes(const Next& next) {
@@ -256,7 +303,7 @@ class Runner {
       while (prompt != prompts.end()) {
         Prompt& p = *prompt++;
         const auto [start, end] = piece(p);
-        if (fill(lane, p, start, end, p.outer, &p.outer)) return true;
+        if (fill_text(lane, p, start, end)) return true;
       }
       return false;
     });
@@ -300,11 +347,9 @@ class Runner {
             const std::int64_t end = span->second;
             Digest last_key;
             std::memcpy(last_key.data(), keys_at(*p, end) - sizeof(Digest), sizeof(Digest));
-            p->outer = hasher_.hash_pair(kAbsorbTag, p->outer, last_key);
+            p->new_waiting.push_back(last_key);
             span = next_span(*p, span + 1);
-            if (fill(lane, *p, end, span ? span->first : p->stop, p->outer, &p->outer)) {
-              return true;
-            }
+            if (fill_text(lane, *p, end, span ? span->first : p->stop)) return true;
           }
         }
         return false;

@@ -40,7 +40,10 @@ def block_keys(
     def number(value: int) -> bytes:
         return value.to_bytes(8, "little", signed=True)
 
-    def blocks(start: int, end: int, parent: bytes) -> bytes:
+    def absorbed(parent: bytes, span_digests: Sequence[bytes], tokens: bytes = b"") -> bytes:
+        return hashed("kvspan/1 absorb", parent, number(len(span_digests)), *span_digests, tokens)
+
+    def blocks(start: int, end: int, parent: bytes, waiting: list[bytes]) -> bytes:
         for first in range(start, end - block_size + 1, block_size):
             for begin, stop, content in extra:
                 if begin < stop and begin < first + block_size and stop > first:
@@ -48,22 +51,26 @@ def block_keys(
                     parent = hashed("kvspan/1 extra", parent, content, place)
             ids = token_ids[first : first + block_size]
             tokens = b"".join(int(i).to_bytes(4, "little") for i in ids)
-            parent = hashed("kvspan/1 block", parent, tokens)
+            if waiting:
+                parent = absorbed(parent, waiting, tokens)
+                waiting.clear()
+            else:
+                parent = hashed("kvspan/1 block", parent, tokens)
             keys.append(parent)
         return parent
 
     keys: list[bytes] = []
+    waiting: list[bytes] = []  # last keys of the spans since the last block outside of spans
     outer, anchor, position = root, bytes(32), 0
     filled = [span for span in spans if span[0] < span[1]]
     for start, end in filled:
-        outer = blocks(position, start, outer)
+        outer = blocks(position, start, outer, waiting)
         if anchored and start == filled[0][0]:
             anchor = outer
-        span_digest = blocks(start, end, hashed("kvspan/1 span", span_root, anchor))
-        outer = hashed("kvspan/1 absorb", outer, span_digest)
+        waiting.append(blocks(start, end, hashed("kvspan/1 span", span_root, anchor), []))
         position = end
-    outer = blocks(position, len(token_ids), outer)
-    return keys, outer
+    outer = blocks(position, len(token_ids), outer, waiting)
+    return keys, absorbed(outer, waiting) if waiting else outer
 
 
 def move_blocks(

@@ -27,6 +27,23 @@ Digest hash_of(const std::string& tag, std::vector<Digest> digests,
                 Sha256Isa::kScalar);
 }
 
+// A block of text behind spans, or the digest of a chain that ends with them.
+Digest absorbed(const Digest& parent, const Keys& span_keys,
+                const std::vector<std::uint32_t>& tokens) {
+  std::string message = "kvspan/1 absorb";
+  message.resize(16);
+  const auto put = [&](const void* bytes, std::size_t n) {
+    message.append(static_cast<const char*>(bytes), n);
+  };
+  const std::uint64_t count = span_keys.size();
+  put(parent.data(), parent.size());
+  put(&count, sizeof(count));
+  for (const Digest& key : span_keys) put(key.data(), key.size());
+  for (const std::uint32_t token : tokens) put(&token, sizeof(token));
+  return sha256({reinterpret_cast<const std::uint8_t*>(message.data()), message.size()},
+                Sha256Isa::kScalar);
+}
+
 TEST(BlockHashTest, FollowsTheDocumentedPreimages) {
   for (const bool anchored : {true, false}) {
     BlockChain chain = make_chain(2, anchored);
@@ -35,12 +52,16 @@ TEST(BlockHashTest, FollowsTheDocumentedPreimages) {
     const Digest anchor = hash_of("kvspan/1 block", {kRoot}, {10, 11});
     const Digest span = hash_of("kvspan/1 span", {kSpanRoot, anchored ? anchor : Digest{}});
     const Digest first = hash_of("kvspan/1 block", {span}, {12, 13});
-    const Digest outer = hash_of("kvspan/1 absorb", {anchor, first});
     const Digest second = hash_of("kvspan/1 block", {span}, {14, 15});
     const Digest third = hash_of("kvspan/1 block", {second}, {16, 17});
     EXPECT_EQ(keys, (Keys{anchor, first, second, third}));
-    EXPECT_EQ(chain.digest(), hash_of("kvspan/1 absorb", {outer, third}));
+    EXPECT_EQ(chain.digest(), absorbed(anchor, {first, third}, {}));
     EXPECT_EQ(chain.num_tokens(), 9);
+
+    const Keys after = extend(chain, range_of_tokens(19, 3));
+    const Digest head = absorbed(anchor, {first, third}, {18, 19});
+    EXPECT_EQ(after, (Keys{head, hash_of("kvspan/1 block", {head}, {20, 21})}));
+    EXPECT_EQ(chain.digest(), after.back());
   }
 }
 
@@ -68,8 +89,7 @@ TEST(BlockHashTest, ExtraRangesFollowTheDocumentedPreimages) {
   const Digest fourth =
       hash_of("kvspan/1 block", {with_extra(with_extra(span, 8, 1, 1), 9, 2, 4)}, {12, 13, 14, 15});
   const Digest fifth = hash_of("kvspan/1 block", {with_extra(fourth, 9, -2, 4)}, {16, 17, 18, 19});
-  const Digest outer = hash_of("kvspan/1 absorb", {third, fifth});
-  const Digest sixth = hash_of("kvspan/1 block", {with_extra(outer, 7, 0, 4)}, {20, 21, 22, 23});
+  const Digest sixth = absorbed(with_extra(third, 7, 0, 4), {fifth}, {20, 21, 22, 23});
   const Digest seventh = hash_of("kvspan/1 block", {sixth}, {24, 25, 26, 27});
   EXPECT_EQ(keys, (Keys{first, second, third, fourth, fifth, sixth, seventh}));
 }
