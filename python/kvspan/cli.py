@@ -87,6 +87,12 @@ _LAZY_COMMANDS: tuple[tuple[str, str, str | None, str], ...] = (
         "kvspan.serve.cli",
     ),
     (
+        "vllm-args",
+        "print the flags and the environment that put kvspan into vLLM",
+        None,
+        "kvspan.vllm.launch",
+    ),
+    (
         "demo",
         "watch a real model answer over passages, without and with reuse",
         "Needs the extra kvspan[demo].",

@@ -43,7 +43,7 @@ def make_app(service: Service) -> Starlette:
     """The ASGI application of a server."""
 
     def post(path: str, read: Read) -> Route:
-        return Route(path, _Endpoint(service, path, read), methods=["POST"])
+        return Route(path, Endpoint(service, path, read), methods=["POST"])
 
     async def health(request: Request) -> Response:
         alive, draining = service.engine.stats().alive, service.draining
@@ -70,14 +70,14 @@ def make_app(service: Service) -> Starlette:
         routes=[
             post("/v1/chat/completions", _read_chat),
             post("/v1/completions", _read_completion),
-            post("/v1/query/execute", _read_query),
+            post("/v1/query/execute", read_query),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/health", health),
             Route("/metrics", metrics),
         ],
         exception_handlers={
-            APIError: lambda request, error: _error_response(error),
+            APIError: lambda request, error: error_response(error),
             HTTPException: _http_error,  # type: ignore[dict-item]
         },
     )
@@ -111,7 +111,7 @@ async def _read_completion(service: Service, request: Request, body: bytes) -> J
     return answers.completion(service, await _read_json(body))
 
 
-async def _read_query(service: Service, request: Request, body: bytes) -> Job:
+async def read_query(service: Service, request: Request, body: bytes) -> Job:
     return queries.query(service, body, dict(request.query_params))
 
 
@@ -123,7 +123,7 @@ def encode(value: Any) -> bytes:
         return dump_json(value).encode()
 
 
-def _error_response(error: APIError) -> Response:
+def error_response(error: APIError) -> Response:
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -135,12 +135,12 @@ def _http_error(request: Request, error: HTTPException) -> Response:
     words = {404: f"no such endpoint: {what}", 405: f"method not allowed: {what}"}
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     refused = APIError(error.status_code, words.get(error.status_code, error.detail), code=code)
-    response = _error_response(refused)
+    response = error_response(refused)
     response.headers.update(error.headers or {})
     return response
 
 
-class _Endpoint:
+class Endpoint:
     """An ASGI application for one path: from the request to the last byte of its answer."""
 
     def __init__(self, service: Service, path: str, read: Read) -> None:
@@ -290,7 +290,7 @@ class _Reply:
             await self._finish()
         elif not self._ended:
             self._ended = True
-            await _error_response(error)(request.scope, request.receive, self._send)
+            await error_response(error)(request.scope, request.receive, self._send)
 
     async def _write(self, data: bytes) -> None:
         if not self._streaming:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from kvspan.errors import KvspanError, UsageError
+from kvspan.parentheses import PARENTHESES_HELP
 from kvspan.progress import ProgressBars
 
 KEY_VARIABLE = "KVSPAN_API_KEY"
@@ -21,6 +22,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from kvspan.cli import add_local_engine_options, model_name, number, whole
 
     add = parser.add_argument
+    add(
+        "--engine",
+        choices=("local", "vllm"),
+        default="local",
+        help="the embedded engine (local, the default), or vLLM: then MODEL and vLLM's own flags "
+        "come after all options of kvspan",
+    )
+    add("vllm", nargs=argparse.REMAINDER, metavar="MODEL [vLLM flags]", help="with --engine vllm")
+    add("--parentheses", metavar="PAD,START,SIBLING,END", help=PARENTHESES_HELP)
     add(
         "--model",
         type=model_name,
@@ -78,10 +88,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.engine == "vllm":
+        return _become_vllm(args)
+    if args.vllm:
+        args.parser.error(f"unrecognized arguments: {' '.join(args.vllm)}")
     from kvspan.cli import open_engine_with
     from kvspan.extras import importing
 
     with importing("serve"):
+        from kvspan.serve.metrics import engine_metrics
         from kvspan.serve.server import bind, serve, url_of
         from kvspan.serve.service import Service, Settings
 
@@ -125,11 +140,24 @@ def main(args: argparse.Namespace) -> int:
             say(f"serving {', '.join(names)} at {url}/v1, {with_key}")
 
         try:
-            serve(Service(engine, settings), listener, ready, say)
+            serve(Service(engine, settings, engine_metrics(engine)), listener, ready, say)
         finally:
             engine.close()
     say("stopped")
     return 0
+
+
+def _become_vllm(args: argparse.Namespace) -> int:
+    from kvspan.vllm import launch
+
+    ours = ("command", "engine", "parser", "parentheses", "vllm")
+    for name, value in vars(args).items():
+        if name not in ours and value != args.parser.get_default(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag}: options of vLLM's own go after MODEL")
+    if not args.vllm:
+        raise UsageError("no model", expected="kvspan serve --engine vllm MODEL [vLLM flags]")
+    return launch.serve(args.vllm, args.parentheses)
 
 
 def read_keys(file: str | None) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from kvspan.engine import GenerateResult
+    from kvspan.engine.job import EngineStats
     from kvspan.engine.local import LocalEngine
-    from kvspan.engine.worker import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
@@ -44,12 +44,18 @@ class _PoolCollector(Collector):
         return [blocks, calls]
 
 
-class Metrics:
-    """The counters of one server, in a registry of their own."""
+def engine_metrics(engine: LocalEngine) -> Metrics:
+    """The metrics of a server of its own, with the state of its engine's pool."""
+    registry = CollectorRegistry()
+    registry.register(_PoolCollector(engine))
+    return Metrics(registry)
 
-    def __init__(self, engine: LocalEngine) -> None:
-        self.registry = registry = CollectorRegistry()
-        registry.register(_PoolCollector(engine))
+
+class Metrics:
+    """The counters of one server."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
         self.requests = Counter(
             "kvspan_requests",
             "Requests by endpoint and HTTP status; 499: the client left",
@@ -57,7 +63,10 @@ class Metrics:
             registry=registry,
         )
         self.in_flight = Gauge(
-            "kvspan_requests_in_flight", "Requests being answered", registry=registry
+            "kvspan_requests_in_flight",
+            "Requests being answered",
+            registry=registry,
+            multiprocess_mode="livesum",
         )
         self.seconds = Histogram(
             "kvspan_request_seconds",

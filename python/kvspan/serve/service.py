@@ -8,18 +8,42 @@ import hmac
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from kvspan.engine import Capabilities, GenerateRequest, GenerateResult
+from kvspan.engine import Capabilities, Engine, GenerateRequest, GenerateResult
 from kvspan.serve.errors import SERVER, APIError, unknown_model
 from kvspan.serve.metrics import Metrics
 
 if TYPE_CHECKING:
-    from kvspan.engine.local import LocalEngine
     from kvspan.layout import SpanLayout
 
 CUT_TIMEOUT_S = 5  # for requests that are cut short to say so
 PROVIDERS = ("local/", "spnl/")  # in queries: the engine that is there
+
+
+class Alive(Protocol):
+    """alive: whether requests are still being worked on."""
+
+    @property
+    def alive(self) -> bool: ...
+
+
+class ServedEngine(Engine, Protocol):
+    """An engine that also takes prompts which are laid out already. vocab_size: of token ids."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def stats(self) -> Alive: ...
+
+    async def lay_out(self, request: GenerateRequest) -> SpanLayout: ...
+
+    async def generate_layout(
+        self,
+        layout: SpanLayout,
+        request: GenerateRequest,
+        on_text: Callable[[str], None] | None = None,
+    ) -> GenerateResult: ...
 
 
 @dataclass(frozen=True)
@@ -99,10 +123,10 @@ class Admission:
 class Service:
     """Implements `kvspan.engine.Engine` for the executor: counts every call, and stays open."""
 
-    def __init__(self, engine: LocalEngine, settings: Settings) -> None:
+    def __init__(self, engine: ServedEngine, settings: Settings, metrics: Metrics) -> None:
         self.engine = engine
         self.settings = settings
-        self.metrics = Metrics(engine)
+        self.metrics = metrics
         self.draining = False
         self.started = int(time.time())
         self.units = 0  # of max_requests, taken by all requests together

@@ -1,0 +1,139 @@
+"""Getting the spans of a request computed while the request waits for them in vLLM's scheduler.
+
+The connector holds a request back until its spans are in the pool; `Preparer.beside` runs the small
+requests of `kvspan.vllm.prepare` next to it, all at once: the scheduler sorts out which of them has
+to wait for which. What was evicted in between is computed again, a bounded number of times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from dataclasses import dataclass, field
+
+from kvspan.layout import SpanLayout
+from kvspan.vllm.params import DEFAULT_TIMEOUT_S
+from kvspan.vllm.prepare import prepare_stages
+
+logger = logging.getLogger("vllm.kvspan")
+
+MAX_AT_ONCE = 64  # preparations of one request
+REMEMBERED = 65_536  # preparations that are taken to be in the pool still
+REMEMBERED_S = 60.0
+# Seconds until a request that has not begun gets its spans prepared (again): where all of them were
+# taken to be there, and where they have just been computed. Then come EVICTIONS further rounds.
+FIRST_WAIT_S, SECOND_WAIT_S = 0.25, 1.0
+EVICTIONS = 3
+
+# Runs a layout for one token; how many of its prompt tokens were in the cache.
+RunOne = Callable[[SpanLayout], Awaitable[int]]
+
+
+@dataclass
+class Preparation:
+    """What was done for one request. tokens: of spans that were computed for it.
+
+    missed: the token ids of these spans, as bytes. rounds: of preparing.
+    begun: set by the request once it runs, which ends the preparing.
+    """
+
+    tokens: int = 0
+    missed: set[bytes] = field(default_factory=set)
+    rounds: int = 0
+    failure: str = ""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Preparer:
+    """Prepares for all requests of one server, and remembers what it has prepared lately."""
+
+    def __init__(self) -> None:
+        self._recent: OrderedDict[bytes, float] = OrderedDict()
+
+    @contextlib.asynccontextmanager
+    async def beside(
+        self,
+        layout: SpanLayout,
+        run: RunOne,
+        domain: Hashable = (),
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> AsyncIterator[Preparation]:
+        """Prepare while the body runs the request itself. domain: what else its cache keys say."""
+        done = Preparation()
+        parts = [part for stage in prepare_stages(layout) for part in stage]
+        if not parts:
+            yield done
+            return
+        work = asyncio.ensure_future(self._rounds(parts, run, domain, timeout_s, done))
+        try:
+            yield done
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    async def _rounds(
+        self,
+        parts: list[SpanLayout],
+        run: RunOne,
+        domain: Hashable,
+        timeout_s: float,
+        done: Preparation,
+    ) -> None:
+        digests = [_digest(part, domain) for part in parts]
+        now = time.monotonic()
+        missing = [i for i, digest in enumerate(digests) if self._recent.get(digest, 0.0) <= now]
+        if missing:
+            await self._round([parts[i] for i in missing], run, done)
+        waits = [SECOND_WAIT_S if missing else FIRST_WAIT_S]
+        waits += [timeout_s / (EVICTIONS + 1)] * EVICTIONS
+        for digest in digests:
+            self._remember(digest)
+        for wait in waits:
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+                await asyncio.wait_for(done.begun.wait(), wait)
+            if done.begun.is_set():
+                return
+            await self._round(parts, run, done)
+
+    async def _round(self, parts: list[SpanLayout], run: RunOne, done: Preparation) -> None:
+        slots = asyncio.Semaphore(MAX_AT_ONCE)
+        done.rounds += 1
+
+        async def one(part: SpanLayout) -> None:
+            async with slots:
+                cached = await run(part)
+            start, end = part.spans[-1]
+            # A request that ends in text prepares the text; its spans are those of other requests.
+            if end == part.num_tokens - 1 and cached < end:
+                done.tokens += end - max(start, cached)
+                done.missed.add(part.token_ids[start:end].tobytes())
+
+        tasks = [asyncio.ensure_future(one(part)) for part in parts]
+        try:
+            await asyncio.gather(*tasks)
+        except Exception as error:
+            # The request itself runs into the same, or waits in vain and says so.
+            done.failure = f"{type(error).__name__}: {error}"
+            logger.warning("kvspan: preparing a span failed: %s", done.failure)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _remember(self, digest: bytes) -> None:
+        self._recent[digest] = time.monotonic() + REMEMBERED_S
+        self._recent.move_to_end(digest)
+        if len(self._recent) > REMEMBERED:
+            self._recent.popitem(last=False)
+
+
+def _digest(part: SpanLayout, domain: Hashable) -> bytes:
+    """Of all that is computed by a preparation; its last token is not part of that."""
+    digest = hashlib.sha256(repr((domain, part.scope, part.spans)).encode())
+    digest.update(part.token_ids[:-1].tobytes())
+    return digest.digest()
