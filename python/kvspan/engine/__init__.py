@@ -98,7 +98,8 @@ class Reuse:
 
     answers: spans that are answers of other calls. answer_tokens: generated tokens in them, and
     answer_reused_tokens: those whose KV was found. kept_tokens: of this call's own answer, those
-    whose KV was kept for spans to come.
+    whose KV was kept for spans to come. replay: on hybrid models, how the recurrent state at the
+    end of the cached prefix was restored (`kvspan.hybrid.policy.record`).
     """
 
     spans: int = 0
@@ -112,6 +113,7 @@ class Reuse:
     answer_tokens: int = 0
     answer_reused_tokens: int = 0
     kept_tokens: int = 0
+    replay: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -183,12 +185,15 @@ def open_engine(
     timeout: float = 600.0,
     max_retries: int = 4,
     max_concurrency: int = 16,
+    replay: str = "exact",
 ) -> Engine:
     """Open an engine.
 
     kind "local", the embedded engine: model is a folder, a hub id, or ``demo``.
         dtype: auto, float32, bfloat16 or float16; auto is float32 on CPU, the checkpoint's on GPU.
-        block_size, kv_cache_gib, dtype, device and progress are for this kind alone.
+        replay: how the recurrent state of a hybrid model is restored at the end of a cached
+        prefix: exact, bounded:EPS or ratio:R (`kvspan.hybrid.policy`).
+        block_size, kv_cache_gib, dtype, device, replay and progress are for this kind alone.
     kind "openai", any OpenAI-compatible server: model is the server's name of it, used for calls
         that name none. The API key is read from KVSPAN_API_KEY or OPENAI_API_KEY.
         base_url: for example http://127.0.0.1:8000/v1; None takes OPENAI_BASE_URL.
@@ -221,4 +226,5 @@ def open_engine(
         dtype=dtype,
         device=device,
         progress=progress,
+        replay=replay,
     )

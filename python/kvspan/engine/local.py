@@ -31,6 +31,7 @@ from kvspan.engine.sampling import Detokenizer, Sampler
 from kvspan.engine.sequence import CacheDomain
 from kvspan.engine.worker import Worker, blocks_beside
 from kvspan.errors import KvspanError, UsageError
+from kvspan.hybrid.groups import is_hybrid
 from kvspan.layout import PromptEncoder, SpanLayout
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class LocalEngine:
         config = model.config.get_text_config()
         self.max_positions = int(config.max_position_embeddings)
         per_block = KVCache.bytes_per_block(specs, block_size, model.dtype)
-        memory = _memory_bytes(model.device)
+        memory = memory_bytes(model.device)
         if not 2 * per_block <= kv_cache_gib * 2**30 <= memory:
             raise UsageError(
                 f"kv_cache_gib: expected {2 * per_block / 2**30:.3g} (two blocks of {block_size} "
@@ -91,7 +92,7 @@ class LocalEngine:
             name,
             self.encoder,
             self.max_positions,
-            _stop_ids(model, tokenizer),
+            stop_ids(model, tokenizer),
             progress,
         )
 
@@ -105,9 +106,24 @@ class LocalEngine:
         dtype: str = "auto",
         device: str = "auto",
         progress: Progress | None = None,
+        replay: str = "exact",
     ) -> LocalEngine:
         """See `kvspan.engine.open_engine`."""
         loaded, tokenizer = load_model(model, dtype=dtype, device=device, progress=progress)
+        if is_hybrid(loaded.config):
+            from kvspan.hybrid.engine import HybridEngine
+
+            return HybridEngine(
+                loaded,
+                tokenizer,
+                name=model,
+                block_size=block_size,
+                kv_cache_gib=kv_cache_gib,
+                progress=progress,
+                replay=replay,
+            )
+        if replay != "exact":
+            raise UsageError(f"replay: model {model} has no recurrent state, got {replay!r}")
         return cls(
             loaded,
             tokenizer,
@@ -270,14 +286,14 @@ class LocalEngine:
         return -(-layout.num_tokens // layout.block_size) + spans
 
 
-def _memory_bytes(device: torch.device) -> int:
+def memory_bytes(device: torch.device) -> int:
     """All memory of the device, in use or not."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     generation = getattr(model, "generation_config", None)
     ids = getattr(generation, "eos_token_id", None)
     if ids is None:

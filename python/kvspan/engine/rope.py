@@ -80,7 +80,7 @@ def probe_layers(model: PreTrainedModel) -> tuple[list[LayerSpec], str]:
     probe = _run_probe(model, config.num_hidden_layers)
     candidates = _inverse_frequencies(model)
     tolerance = 1e-4 if model.dtype == torch.float32 else 4e-2
-    specs, refused = [], _refused_rope(config)
+    specs, refused = [], refused_rope(config)
     for layer in range(config.num_hidden_layers):
         if not probe.keys[layer].any():
             raise UnsupportedModelError(f"the keys of layer {layer} are all zero: empty weights?")
@@ -126,7 +126,7 @@ def _run_probe(model: PreTrainedModel, num_layers: int) -> _Probe:
     return probe
 
 
-def _refused_rope(config: object) -> str:
+def refused_rope(config: object) -> str:
     if getattr(config, "alibi", False):
         return refusal({"rope_type": "alibi"})
     seq_lens = (1, getattr(config, "max_position_embeddings", None) or sys.maxsize)
