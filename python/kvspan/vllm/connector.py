@@ -29,9 +29,11 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from kvspan.errors import UsageError
 from kvspan.ops import digest_fields
 from kvspan.vllm.attention import StepPlan, apply
+from kvspan.vllm.hybrid.support import is_hybrid
 from kvspan.vllm.moving import BlockMover
 from kvspan.vllm.params import KEY, SpanAudit, from_params
 from kvspan.vllm.scheduling import Move, PlacedSpan, SpanRequest, SpanScheduler
+from kvspan.vllm.stats import SpanPromMetrics, SpanStats
 from kvspan.vllm.support import cache_layout, no_rows, refusal, rotary, version_note
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class _Tracked:
     """A request of vLLM's and what is known of its spans.
 
     deadline: until when it waits for others to prepare its spans.
+    prepares: it exists for its span's sake. seen: by the scheduler. waits_since: or 0.
     scratch: blocks held for rotated copies of the anchor while it computes spans itself, so many
     sets of them as it may need in one step.
     """
@@ -82,10 +85,25 @@ class _Tracked:
     local_tokens: int = 0
     computes: bool = False
     scratch: list[KVCacheBlock] = field(default_factory=list)
+    prepares: bool = False
+    seen: bool = False
+    waits_since: float = 0.0
 
 
 class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
-    """See the module's text. Inert, and says why, where `support.refusal` finds a reason."""
+    """See the module's text. Inert, and says why, where `support.refusal` finds a reason.
+
+    For hybrid models the connector is a `kvspan.vllm.hybrid.connector.HybridConnector` instead.
+    """
+
+    def __new__(
+        cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> Any:
+        if is_hybrid(kv_cache_config):
+            from kvspan.vllm.hybrid.connector import HybridConnector
+
+            return HybridConnector(vllm_config, role, kv_cache_config)
+        return super().__new__(cls)
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -103,6 +121,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         self._step = StepMetadata()
         self._holding: list[_Tracked] = []
         self._mover: BlockMover | None = None
+        self._stats = SpanStats()
         if role == KVConnectorRole.SCHEDULER:
             if note := version_note(vllm.__version__):
                 logger.warning("kvspan: %s", note)
@@ -135,7 +154,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         return found[0].block_id if found else None
 
     def on_new_request(self, request: Request) -> None:
-        reason = self._reason
+        reason, kind = self._reason, "configuration" if self._reason else "request"
         try:
             ids = request.prompt_token_ids
             params = from_params(request.kv_transfer_params, ids or [], self._block_size)
@@ -148,8 +167,9 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
             elif params.placement == "parallel" and self._no_rows:
                 reason = f"parallel placement: {self._no_rows}"
         except UsageError as e:
-            reason = str(e)
+            reason, kind = str(e), "declaration"
         if reason:
+            self._stats.refuse(kind)
             logger.warning("kvspan: request %s runs without spans: %s", request.request_id, reason)
             self._notes[request.request_id] = SpanAudit(fallback=reason)
             return
@@ -168,6 +188,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
             params.timeout_s,
             time.monotonic() + params.timeout_s,
             request._block_hasher,
+            prepares=params.prepare,
         )
         self._notes[request.request_id] = spans.audit
         request._block_hasher = lambda r: spans.extend(r.all_token_ids)[len(r.block_hashes) :]
@@ -183,6 +204,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         self._release(tracked)
         tracked.plan, tracked.computes = [], False
         tracked.local_tokens = num_computed_tokens
+        self._count(tracked, num_computed_tokens)
         match = self._scheduler.match(tracked.spans, num_computed_tokens, request.num_tokens)
         if not match.complete:
             resumed = request.num_preemptions > tracked.preemptions
@@ -191,6 +213,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
                 tracked.preemptions = request.num_preemptions
                 tracked.deadline = time.monotonic() + tracked.timeout_s
             wait = self._caching and (self._no_rows or not resumed)
+            tracked.waits_since = tracked.waits_since or time.monotonic()
             if wait and time.monotonic() < tracked.deadline:
                 return None, False
             if reason := self._cannot_compute(tracked):
@@ -203,6 +226,22 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         if not match.moves:
             return 0, False
         return (match.moves[-1].index + 1) * self._block_size - num_computed_tokens, False
+
+    def _count(self, tracked: _Tracked, num_computed: int) -> None:
+        """Spans looked up and found, when their request is first seen."""
+        if tracked.seen or tracked.prepares:
+            return
+        tracked.seen = True
+        for span in tracked.spans.spans:
+            count = span.end - span.start
+            self._stats.add("span_tokens_looked_up", count)
+            if span.end <= num_computed or self._scheduler.has(span):
+                self._stats.add("span_tokens_hit", count)
+
+    def _admitted(self, tracked: _Tracked) -> None:
+        if tracked.waits_since:
+            self._stats.add("span_deferred_seconds", time.monotonic() - tracked.waits_since)
+            tracked.waits_since = 0.0
 
     def _cannot_compute(self, tracked: _Tracked) -> str:
         """Why a request cannot compute its missing spans itself; "" when it can."""
@@ -238,6 +277,8 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         request = tracked.request
         logger.warning("kvspan: request %s runs without spans: %s", request.request_id, reason)
         tracked.spans.audit.fallback = reason
+        self._admitted(tracked)
+        self._stats.refuse("connector" if "another connector" in reason else "unprepared")
         del self._tracked[request.request_id]
         request._block_hasher = tracked.ordinary_hasher
         request.block_hashes.clear()
@@ -265,6 +306,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
+        self._admitted(tracked)
         plan, tracked.plan = tracked.plan, []
         self._scheduler.forget_unwritten(tracked.spans, tracked.local_tokens)
         if plan and not num_external_tokens:
@@ -284,6 +326,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         table = blocks.get_block_ids()[0]
         self._step.moves += [(move.src, table[move.index], move.delta) for move in plan]
         tracked.spans.audit.moved_tokens += num_external_tokens
+        self._stats.add("span_tokens_moved", num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         step, self._step = self._step, StepMetadata()
@@ -292,6 +335,8 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
             if tracked is not None:
                 done = tracked.request.num_computed_tokens
                 self._plan(tracked, done, done + count, step)
+                computed = tracked.spans.span_tokens(done, done + count)
+                self._stats.add("span_tokens_prepared", computed)
                 self._scheduler.mark_written(tracked.spans, done + count)
         for tracked in list(self._holding):
             # Later steps come after this one in the worker too, so its scratch is free already.
@@ -350,6 +395,26 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[0])
+
+    def get_kv_connector_stats(self) -> SpanStats | None:
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, SpanStats()
+        return stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SpanStats:
+        return SpanStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> SpanPromMetrics:
+        return SpanPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Worker side.
 

@@ -182,7 +182,7 @@ class VllmEngine:
         async def run(part: SpanLayout) -> int:
             cached = 0
             one = f"{name}-prepare-{uuid.uuid4().hex[:8]}"
-            params = _sampling(part, placement, 1)
+            params = _sampling(part, placement, 1, prepare=True)
             async for output in self.stream(part, params, one, salt=salt, lora=lora):
                 cached = output.num_cached_tokens or 0
             return cached
@@ -281,9 +281,9 @@ def reuse_of(
 
 
 def _sampling(
-    layout: SpanLayout, placement: Placement, max_tokens: int, **more: Any
+    layout: SpanLayout, placement: Placement, max_tokens: int, prepare: bool = False, **more: Any
 ) -> SamplingParams:
-    transfer = to_params(layout, placement=placement)
+    transfer = to_params(layout, placement=placement, prepare=prepare)
     return SamplingParams(
         **{"temperature": 0.0, **more},
         max_tokens=max_tokens,

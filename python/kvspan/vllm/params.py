@@ -19,16 +19,20 @@ from kvspan.layout import SpanLayout, layout_from_tokens
 
 KEY = "kvspan"
 DEFAULT_TIMEOUT_S = 30.0
-_FIELDS = ("spans", "scope", "placement", "timeout_s")
+_FIELDS = ("spans", "scope", "placement", "timeout_s", "prepare")
 
 
 @dataclass(frozen=True)
 class SpanParams:
-    """timeout_s: how long a request waits for its spans before it computes them itself."""
+    """timeout_s: how long a request waits for its spans before it computes them itself.
+
+    prepare: whether it is there for its spans' sake alone; counted apart.
+    """
 
     layout: SpanLayout
     timeout_s: float = DEFAULT_TIMEOUT_S
     placement: Placement = "sequential"
+    prepare: bool = False
 
 
 @dataclass
@@ -49,6 +53,7 @@ def to_params(
     layout: SpanLayout,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     placement: Placement = "sequential",
+    prepare: bool = False,
 ) -> dict[str, Any]:
     """The ``kv_transfer_params`` of a laid-out prompt; {} for an ordinary one."""
     if not layout.spans:
@@ -59,6 +64,8 @@ def to_params(
     }
     if placement != "sequential":
         value["placement"] = placement
+    if prepare:
+        value["prepare"] = True
     return {KEY: {**value, "timeout_s": timeout_s}}
 
 
@@ -90,7 +97,7 @@ def from_params(
     if not spans:
         return None
     layout = layout_from_tokens(token_ids, spans, block_size, value.get("scope", "anchored"))
-    return SpanParams(layout, float(timeout), placement)
+    return SpanParams(layout, float(timeout), placement, value.get("prepare") is True)
 
 
 def _is_pair(span: object) -> bool:

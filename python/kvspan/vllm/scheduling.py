@@ -132,6 +132,10 @@ class SpanRequest:
     def end_of_spans(self) -> int:
         return self.layout.spans[-1][1]
 
+    def span_tokens(self, lo: int, hi: int) -> int:
+        """How many of the tokens [lo, hi) belong to spans."""
+        return sum(max(0, min(s.end, hi) - max(s.start, lo)) for s in self.spans)
+
     def apart(self, lo: int, hi: int) -> list[PlacedSpan]:
         """Spans with tokens in [lo, hi) that ordinary causal attention would compute wrongly."""
         return [s for s in self.spans if s.start < hi and s.end > lo and not s.in_place]
@@ -234,6 +238,12 @@ class SpanScheduler:
         if at > (num_tokens - 1) // size * size:
             raise AssertionError("a span reaches the last token")
         return Match(moves, complete=True)
+
+    def has(self, span: PlacedSpan) -> bool:
+        """Whether all of a span's KV is there, at its canonical position."""
+        if span.identity not in self._written:
+            return False
+        return all(self.lookup(key) is not None for key in span.keys)
 
     def forget_unwritten(self, request: SpanRequest, num_computed: int) -> None:
         """The request was given blocks to compute from num_computed on: not yet sources."""
