@@ -27,9 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvspan.errors import KvspanError, UsageError
 from kvspan.executor import Opener, arun, derive_seed
+from kvspan.query.builders import user
 from kvspan.query.bulk_order import fragment_keys, greedy_order
+from kvspan.query.context import Context
 from kvspan.query.nodes import Node
 from kvspan.query.read import from_obj
+from kvspan.query.retrieval import desugar_retrieval, retriever_for, retrieves
 from kvspan.query.text import parse_json
 
 if TYPE_CHECKING:
@@ -91,11 +94,17 @@ async def arun_bulk(
     if window < 1 or parallel < 1:
         raise UsageError("bad window or parallel", expected="1 or more", found="less")
     _check_options(seed, options)
+    if options.get("corpora"):  # opened once, not for every query
+        paths = options.pop("corpora")
+        given = options.get("retriever")
+        options["retriever"] = await asyncio.to_thread(retriever_for, user(""), given, paths)
     # What answers depend on: a run with other settings does not go on from this one.
     settings: dict[str, Any] = {"seed": seed, "lenient": lenient}
     for name, value in options.items():
         if isinstance(value, (str, int, float, type(None))) and name != "max_concurrency":
             settings[name] = value
+    if (key := getattr(options.get("retriever"), "key", None)) is not None:
+        settings["retriever"] = key
     path, out = Path(source), Path(output)
     total, digest = await asyncio.to_thread(_survey, path, settings)
     journal = _Journal(out, digest, overwrite)
@@ -202,7 +211,8 @@ class _Bulk:
                 queries.append((index, number, name, query))
         order = range(len(queries))
         if self.reorder:
-            order = greedy_order([fragment_keys(query) for *_, query in queries])  # type: ignore[assignment]
+            keys = [await self.keys(query) for *_, query in queries]
+            order = greedy_order(keys)  # type: ignore[assignment]
         waiting = iter([queries[place] for place in order])
         running: set[asyncio.Task[dict[str, Any]]] = set()
         try:
@@ -218,6 +228,18 @@ class _Bulk:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+
+    async def keys(self, query: Node) -> frozenset[bytes]:
+        """Keys of the fragments a query will read, those that are still to be retrieved included.
+
+        What cannot be retrieved is reported when the query is run.
+        """
+        retriever = self.options.get("retriever")
+        if retriever is not None and retrieves(query):
+            with contextlib.suppress(KvspanError):
+                context = Context(self.options.get("model"), retriever)
+                query = await asyncio.to_thread(desugar_retrieval, query, context)
+        return fragment_keys(query)
 
     def read(self, text: str) -> tuple[Any, Node]:
         try:

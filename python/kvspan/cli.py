@@ -73,7 +73,14 @@ SIGTERM and Ctrl-C let running requests finish and refuse new ones (503); a seco
 
 # Name, help, epilog (None: the module's EPILOG), and the module with add_arguments and main.
 _LAZY_COMMANDS: tuple[tuple[str, str, str | None, str], ...] = (
+    ("index", "build, search or prepare the index of a corpus", None, "kvspan.cli_index"),
     ("models", "list the models that an engine can run", None, "kvspan.cli_models"),
+    (
+        "inspect",
+        "show what a model's cache costs, and how Tail-Replay fits a hybrid",
+        None,
+        "kvspan.cli_inspect",
+    ),
     (
         "completion",
         "print the script that makes a shell complete kvspan's command line",
@@ -237,6 +244,8 @@ def _add_query(parser: argparse.ArgumentParser) -> None:
 
 def add_query_options(parser: argparse.ArgumentParser) -> None:
     """How queries are read, rewritten and laid out, for every command that does."""
+    from kvspan import cli_index
+
     parser.add_argument(
         "--lenient",
         action="store_true",
@@ -283,6 +292,7 @@ def add_query_options(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="tokens per KV block; spans are padded to whole blocks (default %(default)s)",
     )
+    cli_index.add_retrieval_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quiet", action="store_true", help="no progress, notes or warnings")
 

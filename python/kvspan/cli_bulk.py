@@ -49,9 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cli.add_engine_options(parser)
 
 
+def _note(args: argparse.Namespace, line: str) -> None:
+    if not (args.quiet or args.json):
+        print(f"kvspan: {line}", file=sys.stderr, flush=True)
+
+
 def main(args: argparse.Namespace) -> int:
     """Run the command; the exit status."""
-    from kvspan import cli
+    from kvspan import cli, cli_index
     from kvspan.audit import AuditFile
     from kvspan.bulk import run_bulk
     from kvspan.progress import ProgressBars
@@ -62,6 +67,8 @@ def main(args: argparse.Namespace) -> int:
         ProgressBars(args.quiet or args.json) as loading,
     ):
         audit = stack.enter_context(AuditFile(args.audit)) if args.audit else None
+        # Documents that come with the queries need it too, and nobody has read those yet.
+        retriever = cli_index.open_corpora(args, lambda line: _note(args, line))
         summary = run_bulk(
             args.file,
             args.output,
@@ -73,6 +80,7 @@ def main(args: argparse.Namespace) -> int:
             lenient=args.lenient,
             overwrite=args.overwrite,
             **cli.run_options(args),
+            retriever=retriever,
             on_audit=audit,
         )
     if args.json:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvspan import cli
+from kvspan import cli, cli_index
 from kvspan.errors import KvspanError, UsageError
 
 if TYPE_CHECKING:
@@ -58,9 +58,17 @@ def run_command(args: argparse.Namespace) -> int:
     from kvspan.query.write import dump_json
 
     query, said = _read_query(args)
+
+    def note(line: str) -> None:
+        said.append(line)
+        _say(args, line)
+
     # Everything that can be wrong with the query is said before a model is loaded.
+    retriever = cli_index.retriever_of(args, query, note)
     with _named_after(args.file):
-        plan, _ = plan_query(query, args.model, order=args.order, nested=args.nested)
+        plan, _ = plan_query(
+            query, args.model, order=args.order, nested=args.nested, retriever=retriever
+        )
     if len(plan.calls) > 1:
         _say(args, f"running {estimate(plan, max_tokens=args.max_tokens)}")
     one = isinstance(plan.query, Generate)
@@ -88,6 +96,7 @@ def run_command(args: argparse.Namespace) -> int:
             open=lambda model: cli.open_engine_with(args, model, bars),
             on_text=on_text if streaming else None,
             **cli.run_options(args),
+            retriever=retriever,
             keep_going=args.keep_going,
             on_print=lambda line: _say(args, printable(line)),
             on_audit=audit,
@@ -168,6 +177,12 @@ def explain_command(args: argparse.Namespace) -> int:
     layouts = TokenizerLayouts(args.block_size)
     if args.model:
         layouts.load(args.model)  # asked for by name: that it cannot be had is an error
+
+    def note(line: str) -> None:
+        said.append(line)
+        _say(args, line)
+
+    retriever = cli_index.retriever_of(args, query, note)
     with _named_after(args.file):
         explanation = explain(
             query,
@@ -178,6 +193,7 @@ def explain_command(args: argparse.Namespace) -> int:
             layout_for=layouts,
             order=args.order,
             nested=args.nested,
+            retriever=retriever,
         )
     if args.html:
         from kvspan.explain_html import write_html

@@ -9,7 +9,14 @@ from typing import Any
 # A prefill shorter than this is over before a bar could be read.
 MIN_PREFILL_TOKENS = 512
 _BYTES = ("download", "convert")
-_UNITS = {"prefill": "token", "bulk": "query"}
+_UNITS = {
+    "prefill": "token",
+    "bulk": "query",
+    "read": "file",
+    "index": "chunk",
+    "embed": "chunk",
+    "prepare": "chunk",
+}
 
 
 class ProgressBars:
