@@ -1,0 +1,330 @@
+"""Tail-Replay joined to vLLM's connector interface."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from kvspan.errors import UsageError
+from kvspan.ops import digest_fields
+from kvspan.vllm.hybrid.replay import Replayer
+from kvspan.vllm.hybrid.store import Page, PageStore, root_key
+from kvspan.vllm.hybrid.support import options, refusal
+from kvspan.vllm.hybrid.tracking import Plan, ReplayAudit, Settings, Track, Work, parse_policy
+from kvspan.vllm.params import KEY
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.kvspan")
+
+
+@dataclass
+class _Shared:
+    """Scheduler and worker are in one process, which `support.refusal` sees to, and take turns."""
+
+    store: PageStore
+    replayer: Replayer | None = None
+
+
+_SHARED: dict[str, _Shared] = {}
+
+
+@dataclass
+class _Load:
+    plan: Plan
+    track: Track
+    partial: Page | None
+
+
+@dataclass
+class ReplayMetadata(KVConnectorMetadata):
+    """One step: restores, and what the step's requests leave behind."""
+
+    loads: list[_Load] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+
+
+@dataclass
+class _Tracked:
+    request: Request
+    track: Track
+    ordinary_hasher: Any
+    poisoned: bool = False
+
+
+class HybridConnector(KVConnectorBase_V1, SupportsHMA):
+    """See the package's text. Inert, and says why, where `support.refusal` finds a reason."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._reason = refusal(vllm_config, kv_cache_config)
+        self._tracked: dict[str, _Tracked] = {}
+        self._audits: dict[str, ReplayAudit] = {}
+        self._loads: list[_Load] = []
+        self._step: list[tuple[_Tracked, int]] = []
+        self._replayer: Replayer | None = None
+        if not self._reason:
+            self._options = options(vllm_config)
+            groups = kv_cache_config.kv_cache_groups
+            self._group = next(
+                i for i, g in enumerate(groups) if not isinstance(g.kv_cache_spec, MambaSpec)
+            )
+            size = groups[self._group].kv_cache_spec.block_size
+            self._settings = Settings(
+                size,
+                policy=self._options.policy,
+                every=self._options.state_every,
+                least=self._options.min_match,
+                decode=self._options.decode,
+            )
+            self._engine = str(vllm_config.kv_transfer_config.engine_id)
+            self._shared = _SHARED.setdefault(
+                self._engine, _Shared(PageStore(size, self._options.host_bytes))
+            )
+            self._store = self._shared.store
+        if role == KVConnectorRole.SCHEDULER:
+            logger.info("kvspan: prefix reuse at any token is %s", self._state_text())
+
+    def _state_text(self) -> str:
+        if self._reason:
+            return f"off: {self._reason}"
+        return (
+            f"on, policy {self._options.policy_text}, pages of {self._settings.page} tokens, "
+            f"{self._options.host_bytes / 2**30:.1f} GiB on the host"
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    # Scheduler side.
+
+    def on_new_request(self, request: Request) -> None:
+        reason = self._reason
+        policy = None
+        value = (request.kv_transfer_params or {}).get(KEY)
+        try:
+            if isinstance(value, dict) and "replay" in value and not reason:
+                policy = parse_policy(
+                    value["replay"], f"kv_transfer_params.{KEY}.replay", self._options.k_min
+                )
+            if isinstance(value, dict) and value.get("spans"):
+                reason = reason or "spans need KV that may move, and recurrent state can not"
+            elif request.mm_features or request.prompt_embeds is not None:
+                reason = reason or "multimodal inputs or embeddings"
+            elif request.pooling_params is not None:
+                reason = reason or "pooling"
+        except UsageError as e:
+            reason = str(e)
+        if reason:
+            if value is not None:
+                logger.warning(
+                    "kvspan: request %s runs without replay: %s", request.request_id, reason
+                )
+                self._audits[request.request_id] = ReplayAudit(policy="off", refused=reason)
+            return
+        lora = request.lora_request
+        root = root_key(
+            request.cache_salt,
+            f"{lora.lora_int_id}:{lora.lora_name}" if lora else "",
+            self._settings.page,
+        )
+        track = Track(self._settings, root, policy or self._settings.policy)
+        self._tracked[request.request_id] = _Tracked(request, track, request._block_hasher)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return 0, False
+        if request.skip_reading_prefix_cache:
+            tracked.track.capturing = False
+            return 0, False
+        plan = tracked.track.begin(self._store, request.all_token_ids, num_computed_tokens)
+        if plan is None:
+            return 0, False
+        return plan.length - num_computed_tokens, False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.track.plan is None:
+            return
+        track, plan = tracked.track, tracked.track.plan
+        if not num_external_tokens:
+            track.end_plan()
+            return
+        partial = None
+        if plan.exact and plan.length % self._settings.page and not track.approximate:
+            partial = Page(parent=track.parent(plan.length // self._settings.page))
+        track.accepted(plan, partial)
+        plan.table = tuple(list(ids) for ids in blocks.get_block_ids())
+        self._loads.append(_Load(plan, track, partial))
+        if not plan.exact:
+            self._keep_apart(tracked, plan.length)
+
+    def _keep_apart(self, tracked: _Tracked, length: int) -> None:
+        """Blocks computed after an approximate state get keys that no other request looks up."""
+        request, ordinary = tracked.request, tracked.ordinary_hasher
+        if ordinary is None or tracked.poisoned:
+            return
+        tracked.poisoned = True
+        own = request.request_id
+
+        def hasher(r: Request) -> list[BlockHash]:
+            return [
+                BlockHash(digest_fields("kvspan/vllm/approximate/v1", own, bytes(h)))
+                for h in ordinary(r)
+            ]
+
+        per_block = self._options.hash_block
+        del request.block_hashes[length // per_block :]
+        request._block_hasher = hasher
+        request.update_block_hashes()
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReplayMetadata:
+        metadata = ReplayMetadata()
+        if self._reason:
+            return metadata
+        counts = scheduler_output.num_scheduled_tokens
+        loads, self._loads = self._loads, []
+        manager = self._kv_cache_manager
+        self._step = []
+        for request_id, count in counts.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            request, track = tracked.request, tracked.track
+            start = request.num_computed_tokens
+            for load in loads:
+                if load.track is track:
+                    load.plan.scheduled = count
+                    metadata.loads.append(load)
+            self._step.append((tracked, start + count))
+            work = track.work(
+                self._store, start, count, manager.get_block_ids(request_id), self._group,
+                request.num_prompt_tokens,
+            )  # fmt: skip
+            if work is not None:
+                metadata.works.append(work)
+        return metadata
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """The step is over: what it restored may go, what it left behind may be found."""
+        step, self._step = self._step, []
+        for tracked, end in step:
+            tracked.track.end_plan()
+            if tracked.request.request_id in self._tracked:
+                tracked.track.publish(self._store, tracked.request.all_token_ids, end)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        tracked = self._tracked.pop(request.request_id, None)
+        audit = self._audits.pop(request.request_id, None)
+        if tracked is None:
+            return False, {KEY: audit.record()} if audit else None
+        track = tracked.track
+        track.end_plan()
+        done = request.num_computed_tokens
+        work = self._last_work(track, done, block_ids)
+        if work is not None:
+            # Nothing is running now, and the blocks are the request's until this returns.
+            assert self._shared.replayer is not None
+            self._shared.replayer.keep([work], None)
+            track.publish(self._store, request.all_token_ids, done)
+        track.stop(self._store)
+        return False, {KEY: track.audit.record()}
+
+    def _last_work(self, track: Track, done: int, table: tuple[list[int], ...]) -> Work | None:
+        """The unfinished page and the state at a request's end, if they can still be read."""
+        size = self._settings.page
+        index = (done - 1) // size
+        if not track.capturing or done == 0 or index >= len(track.pages):
+            return None
+        blocks = table[self._group]
+        page = track.pages[index]
+        copies = [] if page.key else [(page, blocks[index], done - index * size)]
+        return Work(track, done, 0, [], blocks[index], copies, table)
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if not self._reason:
+            assert self._kv_cache_config is not None
+            self._replayer = self._shared.replayer = Replayer(
+                self._vllm_config, self._kv_cache_config, self._store, self._options.pair
+            )
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, ReplayMetadata)
+        if self._replayer is None:
+            return
+        self._replayer.begin_step(bool(connector_metadata.works))
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, ReplayMetadata)
+        if not metadata.loads:
+            return
+        assert self._replayer is not None
+        self._replayer.begin_step(False)  # replays are no passes of the step
+        for load in metadata.loads:
+            self._replayer.restore(load.plan, load.track, load.partial)
+        self._replayer.begin_step(bool(metadata.works))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return  # restored before the pass
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        return  # kept once the pass is over
+
+    def wait_for_save(self) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, ReplayMetadata)
+        if self._replayer is None or not metadata.works:
+            return
+        slots = get_forward_context().slot_mapping
+        assert isinstance(slots, dict)
+        self._replayer.keep(metadata.works, slots[self._replayer.attention_layer])
+
+    def shutdown(self) -> None:
+        if self._replayer is not None:
+            self._replayer.close()
+            _SHARED.pop(self._engine, None)

@@ -1,0 +1,115 @@
+"""What of vLLM's configurations Tail-Replay works with, and its settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvspan.errors import UsageError
+from kvspan.vllm.hybrid.tracking import Policy, parse_policy
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+# Model types whose blocks `replay` knows how to run on their own.
+MODELS = ("qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "qwen3_next")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``kv_connector_extra_config`` says, checked. Names as there but for the unit."""
+
+    policy: Policy
+    policy_text: str
+    host_bytes: int
+    pair: bool
+    state_every: int
+    min_match: int
+    k_min: int
+    decode: bool
+    hash_block: int
+
+
+def options(vllm_config: VllmConfig) -> Options:
+    """The settings given by the user; UsageError for one that makes no sense."""
+    transfer = vllm_config.kv_transfer_config
+    extra: dict[str, Any] = dict((transfer and transfer.kv_connector_extra_config) or {})
+    where = "kv_connector_extra_config"
+    k_min = _number(extra, "k_min", 256, 1, where)
+    text = extra.get("replay", "exact")
+    hidden = extra.get("hidden", "pair")
+    if hidden not in ("pair", "sum"):
+        raise UsageError(
+            f"{where}.hidden: unknown format", expected="pair or sum", found=repr(hidden)
+        )
+    policy = parse_policy(text, f"{where}.replay", k_min)
+    if policy.name == "exact" and hidden != "pair":
+        raise UsageError(
+            f"{where}: exact replay needs exact hidden vectors", expected="hidden pair",
+            found=repr(hidden),
+        )  # fmt: skip
+    cache = vllm_config.cache_config
+    return Options(
+        policy,
+        str(text),
+        int(_number(extra, "host_gib", 4.0, 0, where) * 2**30),
+        hidden == "pair",
+        int(_number(extra, "state_every", 2048, 1, where)),
+        int(_number(extra, "min_match", 1, 1, where)),
+        int(k_min),
+        bool(extra.get("decode", True)),
+        getattr(cache, "hash_block_size", None) or cache.block_size,
+    )
+
+
+def _number(extra: dict[str, Any], name: str, default: float, least: float, where: str) -> Any:
+    value = extra.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
+        raise UsageError(
+            f"{where}.{name} is out of range", expected=f"a number, {least} or more",
+            found=repr(value),
+        )  # fmt: skip
+    return value
+
+
+def is_hybrid(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether some of the model's layers keep recurrent state."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return any(isinstance(g.kv_cache_spec, MambaSpec) for g in kv_cache_config.kv_cache_groups)
+
+
+def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Why prefix reuse at any token is off for this configuration; "" when it is on."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    kind = getattr(model.hf_text_config, "model_type", "")
+    if kind not in MODELS:
+        return f"model type {kind}; expected one of {', '.join(MODELS)}"
+    attention = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        if isinstance(spec, MambaSpec):
+            if "GDN" not in str(spec.mamba_type):
+                return f"recurrent layers of type {spec.mamba_type}"
+            if spec.mamba_cache_mode not in ("none", "align"):
+                return f"mamba_cache_mode {spec.mamba_cache_mode}; expected none or align"
+        elif type(spec) is FullAttentionSpec and not spec.sliding_window:
+            attention.append(spec)
+        else:
+            return f"its KV cache has {type(spec).__name__}"
+    if len(attention) != 1:
+        return f"{len(attention)} kinds of attention cache; expected 1"
+    if parallel.world_size > 1:
+        return "tensor or pipeline parallelism"
+    if parallel.distributed_executor_backend not in (None, "uni"):
+        return f"executor {parallel.distributed_executor_backend}; expected one process"
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding"
+    if vllm_config.scheduler_config.async_scheduling:
+        return "asynchronous scheduling (give --no-async-scheduling)"
+    if not model.enforce_eager:
+        return "compiled execution (give --enforce-eager)"
+    return ""
