@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvspan.errors import UsageError, printable
 
 if TYPE_CHECKING:
+    from kvspan.engine.local import LocalEngine
     from kvspan.query.nodes import Node
     from kvspan.retrieve.corpora import Corpora
     from kvspan.retrieve.index import Index
@@ -112,6 +113,44 @@ def retriever_of(
     return open_corpora(args, say) if args.corpus or retrieves(query) else None
 
 
+def prepare_corpora(
+    args: argparse.Namespace, corpora: Corpora, engine: LocalEngine, say: Callable[[str], None]
+) -> None:
+    """Compute every chunk of the corpora for prompts that begin with the text of ``--prepare``."""
+    import asyncio
+
+    from kvspan.progress import ProgressBars
+    from kvspan.retrieve.prepare import prepare_chunks
+
+    chunks = [chunk for name in corpora.paths for chunk in corpora.index(name).chunks]
+    started = time.perf_counter()
+    with ProgressBars(args.quiet or args.json) as bars:
+        prepared = asyncio.run(
+            prepare_chunks(
+                engine,
+                chunks,
+                system=args.prepare,
+                on_progress=lambda done, total: bars("prepare", done, total),
+            )
+        )
+    say(prepared_line(prepared, time.perf_counter() - started))
+    for note in prepared.notes:
+        say(f"note: {printable(note)}")
+    room = engine.stats().blocks * engine.capabilities().block_size
+    if prepared.tokens > room:
+        say(
+            f"warning: the KV cache holds {room:,} tokens: the chunks that were prepared first are "
+            "gone again (--kv-cache-gib)"
+        )
+
+
+def prepared_line(prepared: Prepared, seconds: float) -> str:
+    return (
+        f"{_many(prepared.chunks, 'chunk')} prepared in {seconds:.1f} s: {prepared.tokens:,} "
+        f"tokens, {prepared.computed:,} of them computed now"
+    )
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     from kvspan import cli
@@ -161,13 +200,15 @@ def main(args: argparse.Namespace) -> int:
              "score": round(hit.score, 4), "text": hit.chunk.text}
             for hit in hits
         ]  # fmt: skip
+    prepared = None
     if args.prepare:
         prepared, seconds = _prepare(args, index)
         report["prepared"] = {**asdict(prepared), "seconds": seconds}
+        report["notes"] += prepared.notes
     if args.json:
         print(json.dumps(report, ensure_ascii=False, indent=2))
     else:
-        _print(args, report)
+        _print(args, report, prepared)
     return 0
 
 
@@ -237,7 +278,7 @@ def _prepare(args: argparse.Namespace, index: Index) -> tuple[Prepared, float]:
         return prepared, round(time.perf_counter() - started, 3)
 
 
-def _print(args: argparse.Namespace, report: dict[str, Any]) -> None:
+def _print(args: argparse.Namespace, report: dict[str, Any], prepared: Prepared | None) -> None:
     for hit in report.get("found", ()):
         place = f"{hit['source']}, characters {hit['start']:,}-{hit['end']:,}"
         print(f"--- {printable(place)}, score {hit['score']:g}")
@@ -265,14 +306,8 @@ def _print(args: argparse.Namespace, report: dict[str, Any]) -> None:
             f"{tokens['all']:,} tokens with {printable(args.model)}, {tokens['least']:,} to "
             f"{tokens['most']:,} a chunk (median {tokens['median']:,})"
         )
-    if "prepared" in report:
-        prepared = report["prepared"]
-        say(
-            f"{_many(prepared['chunks'], 'chunk')} prepared in {prepared['seconds']:.1f} s: "
-            f"{prepared['tokens']:,} tokens, {prepared['computed']:,} of them computed now"
-        )
-        for note in prepared["notes"]:
-            say(f"note: {printable(note)}")
+    if prepared is not None:
+        say(prepared_line(prepared, report["prepared"]["seconds"]))
     say(f"kept in {report['folder']}" if report["folder"] else "not kept on disk")
 
 

@@ -57,7 +57,7 @@ class Corpora:
         self.search_with: Search = search
         self.limit = limit
         self.settings = Settings(chunk_size, embeddings=search != "bm25")
-        self._on_note = on_note or (lambda line: None)
+        self.on_note = on_note
         self._noted: set[str] = set()
         self._progress = progress
         self._lock = threading.Lock()  # indexes are opened and built one at a time
@@ -150,9 +150,9 @@ class Corpora:
         return build(chunks, len(documents), replace(self.settings, embeddings=embeddings))
 
     def _note(self, line: str) -> None:
-        if line not in self._noted:
+        if self.on_note is not None and line not in self._noted:
             self._noted.add(line)
-            self._on_note(line)
+            self.on_note(line)
 
 
 def as_retriever(corpora: CorpusPaths | None) -> Corpora:

@@ -20,6 +20,7 @@ KEY_VARIABLE = "KVSPAN_API_KEY"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from kvspan.cli import add_local_engine_options, model_name, number, whole
+    from kvspan.cli_index import add_retrieval_options
 
     add = parser.add_argument
     add(
@@ -83,6 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens per KV block; spans are padded to whole blocks (default %(default)s)",
     )
     add_local_engine_options(parser)
+    add_retrieval_options(parser)
+    add(
+        "--prepare",
+        metavar="SYSTEM",
+        help="before the first request, compute every chunk of the corpora for prompts that begin "
+        "with this system text ('' for none)",
+    )
     add("--json", action="store_true", help="say where the server listens as one JSON object")
     add("--quiet", action="store_true", help="no progress, notes or warnings")
 
@@ -93,6 +101,7 @@ def main(args: argparse.Namespace) -> int:
     if args.vllm:
         args.parser.error(f"unrecognized arguments: {' '.join(args.vllm)}")
     from kvspan.cli import open_engine_with
+    from kvspan.cli_index import open_corpora, prepare_corpora
     from kvspan.extras import importing
 
     with importing("serve"):
@@ -105,10 +114,14 @@ def main(args: argparse.Namespace) -> int:
             with contextlib.suppress(OSError, ValueError):
                 print(f"kvspan: {line}", file=sys.stderr, flush=True)
 
+    if args.prepare is not None and not args.corpus:
+        raise UsageError("--prepare has nothing to prepare", expected="--corpus NAME=PATH with it")
     keys = read_keys(args.api_key_file)
     names = tuple(dict.fromkeys(args.served_model_name or [args.model]))
     if "" in names:
         raise UsageError("--served-model-name is empty", expected="a model's name")
+    corpora = open_corpora(args, say)
+    corpora.on_note = None  # what clients ask for is not for the log
     settings = Settings(
         names=names,
         keys=keys,
@@ -116,6 +129,7 @@ def main(args: argparse.Namespace) -> int:
         max_requests=args.max_requests,
         timeout=args.timeout,
         drain=args.drain_timeout,
+        retriever=corpora,
     )
     if args.port > 65535:
         raise UsageError("bad --port", expected="0 to 65535", found=str(args.port))
@@ -140,6 +154,8 @@ def main(args: argparse.Namespace) -> int:
             say(f"serving {', '.join(names)} at {url}/v1, {with_key}")
 
         try:
+            if args.prepare is not None:
+                prepare_corpora(args, corpora, engine, say)
             serve(Service(engine, settings, engine_metrics(engine)), listener, ready, say)
         finally:
             engine.close()

@@ -41,6 +41,7 @@ def query(service: Service, body: bytes, options: dict[str, str]) -> Job:
             model=settings.names[0],
             on_text=answer.on_text if answer else None,
             max_concurrency=settings.max_calls,
+            retriever=settings.retriever,
             **values,
         )
         by_id = {call.id: call.result for call in result.calls}
@@ -59,15 +60,11 @@ def query(service: Service, body: bytes, options: dict[str, str]) -> Job:
 
 def _read(body: bytes, service: Service) -> tuple[Node, Plan]:
     """The query and its plan. All models it names have to be served here."""
+    settings = service.settings
     tree = loads(body, format="json")
-    calls, most = count_calls(tree), service.settings.max_query_calls
-    if calls > most:
-        raise APIError(
-            400,
-            f"the query is too large: expected at most {most} generate calls; found {calls}",
-            code="invalid_value",
-        )
-    plan, _ = plan_query(tree, service.settings.names[0])
+    _check_size(count_calls(tree), settings.max_query_calls)
+    plan, _ = plan_query(tree, settings.names[0], retriever=settings.retriever)
+    _check_size(len(plan.calls), settings.max_query_calls)  # retrieval has added calls
     for call in plan.calls:
         try:
             service.check_model(call.node.model)
@@ -75,6 +72,15 @@ def _read(body: bytes, service: Service) -> tuple[Node, Plan]:
             error.path = f"{call.path}.g.model"
             raise
     return tree, plan
+
+
+def _check_size(calls: int, most: int) -> None:
+    if calls > most:
+        raise APIError(
+            400,
+            f"the query is too large: expected at most {most} generate calls; found {calls}",
+            code="invalid_value",
+        )
 
 
 def count_calls(tree: Node) -> int:

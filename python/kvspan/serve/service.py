@@ -16,6 +16,7 @@ from kvspan.serve.metrics import Metrics
 
 if TYPE_CHECKING:
     from kvspan.layout import SpanLayout
+    from kvspan.retrieve.corpora import Corpora
 
 CUT_TIMEOUT_S = 5  # for requests that are cut short to say so
 PROVIDERS = ("local/", "spnl/")  # in queries: the engine that is there
@@ -54,7 +55,8 @@ class Settings:
     in; none lets in every request. max_requests: answered or waiting at the same time, choices and
     prompts of one request counted one by one. max_calls, max_query_calls: generate calls of one
     query, at the same time and in all. timeout: of a request as a whole. body_timeout: for its body
-    to arrive. drain: for running requests to finish once the server is to stop.
+    to arrive. drain: for running requests to finish once the server is to stop. retriever: of
+    queries; without it they can retrieve from documents of their own only.
     """
 
     names: tuple[str, ...]
@@ -66,6 +68,7 @@ class Settings:
     timeout: float = 600.0
     body_timeout: float = 30.0
     drain: float = 30.0
+    retriever: Corpora | None = None
     keep_alive: float = 15.0
 
 
