@@ -372,6 +372,14 @@ def add_local_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default %(default)s)")
     add("--threads", type=whole(1), metavar="N", help="CPU threads (default: all cores)")
+    add(
+        "--replay",
+        type=_replay,
+        default="exact",
+        metavar="POLICY",
+        help="how hybrid models go on from a cached prefix: exact (the default), bounded:EPS (a "
+        "relative error of recurrent states) or ratio:R (the last part of the prefix alone)",
+    )
 
 
 def _add_explain(commands: Any) -> None:
@@ -438,6 +446,17 @@ def whole(least: int | None) -> Any:
     return parse
 
 
+def _replay(text: str) -> str:
+    """An argparse type: a policy of `kvspan.hybrid`, as text."""
+    from kvspan.hybrid.policy import Policy
+
+    try:
+        return str(Policy.parse(text))
+    except UsageError as error:
+        message = f"expected {error.expected}, got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
 def model_name(text: str) -> str:
     """An argparse type: what a model is called. An empty name would mean none was given."""
     if not text:
@@ -497,4 +516,5 @@ def open_engine_with(args: argparse.Namespace, model: str, bars: ProgressBars) -
         dtype=args.dtype,
         device=args.device,
         progress=bars,
+        replay=args.replay,
     )

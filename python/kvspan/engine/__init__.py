@@ -99,7 +99,7 @@ class Reuse:
     answers: spans that are answers of other calls. answer_tokens: generated tokens in them, and
     answer_reused_tokens: those whose KV was found. kept_tokens: of this call's own answer, those
     whose KV was kept for spans to come. replay: on hybrid models, how the recurrent state at the
-    end of the cached prefix was restored (`kvspan.hybrid.policy.record`).
+    end of the cached prefix was restored (`kvspan.hybrid.plan.record`).
     """
 
     spans: int = 0

@@ -10,7 +10,8 @@ is rebuilt by replaying each group's LA layers over the last hidden vectors. Who
 ``rows``       the forward pass of a run of tokens: FA over the paged pool, LA by kvspan's ops
 ``hidden``     the kept hidden vectors, beside the KV and under the same block ids
 ``state``      recurrent states, exact checkpoints of them and the marks that bound errors
-``policy``     exact, bounded(eps), ratio(r), zero: how much of each group is replayed
+``policy``     exact, bounded(eps), ratio(r), zero: how much of each group is to be replayed
+``plan``       the replay's start in each group, what it starts from, and its error bound
 ``replay``     carries a plan out
 ``match``      the longest cached prefix of a prompt, to the token
 ``engine``     the embedded engine with all this in it

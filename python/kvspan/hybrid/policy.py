@@ -1,26 +1,16 @@
-"""How much of each group is replayed: exact, bounded(eps), ratio(r), zero. Plans are plain data."""
+"""How much of each group is to be replayed, as a user says it. Imports no torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
-
-import torch
-from torch import Tensor
+from typing import Literal, get_args
 
 from kvspan.errors import UsageError
-from kvspan.hybrid.groups import Group, LayerMap
-from kvspan.hybrid.rows import CHUNK, PIECE
-from kvspan.hybrid.state import Mark, RecurrentState
 
 Kind = Literal["exact", "bounded", "ratio", "zero"]
-Start = Literal["zero", "checkpoint", "mark"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 K_MIN = 64  # replayed at least: it is the absolute number of tokens that counts, not the ratio
-BUDGET = 0.25  # of the matched tokens, what `bounded` may replay before it falls back to exact
-BUDGET_MIN = 1024  # but this many it always may
 
 
 @dataclass(frozen=True)
@@ -48,165 +38,16 @@ class Policy:
         """
         expected = "exact, bounded:EPS (EPS above 0) or ratio:R (R above 0, up to 1)"
         kind, _, number = text.partition(":")
-        if kind in ("exact", "zero") and not number:
-            return Policy(kind)  # type: ignore[arg-type]
+        if text == "exact":
+            return Policy()
+        if text == "zero":
+            return Policy("zero")
         try:
             value = float(number)
         except ValueError:
             value = math.nan
-        if kind in ("bounded", "ratio") and 0 < value < math.inf and (kind, value) <= ("ratio", 1):
-            return Policy(kind, value)  # type: ignore[arg-type]
+        if kind == "bounded" and 0 < value < math.inf:
+            return Policy("bounded", value)
+        if kind == "ratio" and 0 < value <= 1:
+            return Policy("ratio", value)
         raise UsageError("replay policy", expected=expected, found=repr(text))
-
-
-@dataclass(frozen=True)
-class GroupPlan:
-    """Replay of one group over tokens [start, boundary).
-
-    source: what its layers start from: zeros, a full checkpoint, or zeros but for the heads that
-    a mark carries. bound: of the fixed-input error of any of its layers' states at the boundary,
-    relative to that state's norm (0: exact; None: not known). It does not cover what wrong inputs
-    of the group's deeper layers add.
-    """
-
-    start: int
-    source: Start
-    bound: float | None
-    mark: Mark | None = None
-
-
-@dataclass(frozen=True)
-class RestorePlan:
-    """boundary: the position whose state is restored, and from which tokens are computed again.
-
-    It is the matched length, or for an exact plan a position up to PIECE before: those tokens are
-    computed anew in the very piece that the next ones need anyway, and keep their bits.
-    """
-
-    policy: Policy
-    matched: int
-    boundary: int
-    groups: tuple[GroupPlan, ...]
-    checkpoint: RecurrentState | None
-
-    @property
-    def exact(self) -> bool:
-        return all(group.bound == 0 and group.source != "mark" for group in self.groups)
-
-
-DecaySum = Callable[[int, int], Tensor]  # (start, end) -> sum of log decays, [layers, Hv]
-
-
-def plan_exact(
-    policy: Policy, matched: int, groups: int, checkpoint: RecurrentState | None
-) -> RestorePlan:
-    """From the newest checkpoint at or before the matched length, or from the start."""
-    at = checkpoint.position if checkpoint else 0
-    grid = matched // CHUNK * CHUNK
-    boundary = at if at // PIECE * PIECE == grid // PIECE * PIECE or at > grid else grid
-    plan = GroupPlan(at, "checkpoint" if checkpoint else "zero", 0.0)
-    return RestorePlan(policy, matched, boundary, (plan,) * groups, checkpoint)
-
-
-def plan_restore(
-    policy: Policy,
-    matched: int,
-    layers: LayerMap,
-    checkpoint: RecurrentState | None,
-    marks: Sequence[Mark] = (),
-    decays: DecaySum | None = None,
-) -> RestorePlan:
-    """How to restore the state after `matched` tokens.
-
-    checkpoint: the newest at or before it. marks: newest first, for `bounded`, as is decays.
-    """
-    if policy.kind == "exact":
-        return plan_exact(policy, matched, len(layers.groups), checkpoint)
-    if policy.kind == "zero":
-        nothing = GroupPlan(matched, "zero", 1.0 if matched else 0.0)
-        return RestorePlan(policy, matched, matched, (nothing,) * len(layers.groups), None)
-    plans = [_plan_group(policy, matched, layers, g, marks, decays) for g in layers.groups]
-    if checkpoint is not None:
-        saved = GroupPlan(checkpoint.position, "checkpoint", 0.0)
-        plans = [saved if p is None or p.start <= saved.start else p for p in plans]
-    zero = GroupPlan(0, "zero", 0.0)
-    plan = RestorePlan(policy, matched, matched, tuple(p or zero for p in plans), checkpoint)
-    if plan.exact:
-        return plan_exact(policy, matched, len(layers.groups), checkpoint)
-    return plan
-
-
-def _plan_group(
-    policy: Policy,
-    matched: int,
-    layers: LayerMap,
-    group: Group,
-    marks: Sequence[Mark],
-    decays: DecaySum | None,
-) -> GroupPlan | None:
-    """The shortest replay that the policy allows; None where only an exact one does."""
-    if policy.kind == "ratio":
-        k = max(policy.k_min, math.ceil(policy.value * matched))
-        start = max(0, matched - k)
-        return GroupPlan(start, "zero", 0.0 if start == 0 else None)
-    numbers = [layers.linear.index(layer) for layer in group.layers]
-    budget = max(BUDGET_MIN, math.ceil(BUDGET * matched))
-    for mark in marks:
-        k = matched - mark.position
-        if k > budget or decays is None:
-            break
-        if k >= policy.k_min:
-            bound = fixed_input_bound(mark, marks[0], decays(mark.position, matched), numbers)
-            if bound <= policy.value:
-                return GroupPlan(mark.position, "mark", bound, mark)
-    return GroupPlan(0, "zero", 0.0) if matched <= budget else None
-
-
-def fixed_input_bound(mark: Mark, newest: Mark, decay: Tensor, numbers: Sequence[int]) -> float:
-    """Largest relative error over layers when all but the mark's heads start from zero at it.
-
-    With ||k|| <= 1 and beta in [0, 2] no step makes a state's error larger than exp(g) times what
-    it was, so that of a head is at most exp(sum g) ||S||. decay: float32 [layers, Hv], sum of g
-    from the mark to the boundary. Relative to the layer's norm at the newest mark.
-    """
-    worst = 0.0
-    for number in numbers:
-        error = decay[number].double().exp() * mark.norms[number].double()
-        error[mark.which[number]] = 0.0
-        norm = float(newest.norms[number].double().norm())
-        bound = float(error.norm())
-        worst = max(worst, bound / norm if norm else (math.inf if bound else 0.0))
-    return worst
-
-
-def make_mark(
-    state: RecurrentState, recent_decay: Tensor, recent_tokens: int, forget: float = 1e-3
-) -> Mark:
-    """The mark of an exact state.
-
-    recent_decay: float32 [layers, Hv], sum of g over the last recent_tokens tokens. A head that
-    at this rate would keep more than `forget` of its state over BUDGET_MIN tokens is carried.
-    """
-    norms = torch.stack([ssm.flatten(1).norm(dim=1) for ssm in state.ssm])
-    slow = recent_decay * (BUDGET_MIN / max(1, recent_tokens)) > math.log(forget)
-    which = tuple(torch.nonzero(row).flatten() for row in slow)
-    heads = tuple(ssm[heads] for ssm, heads in zip(state.ssm, which, strict=True))
-    return Mark(state.position, norms, which, heads)
-
-
-def record(plan: RestorePlan, exact: bool, bytes_moved: int) -> dict[str, Any]:
-    """What a request's record says of its restore. exact: of the whole, sources included."""
-    return {
-        "policy": str(plan.policy),
-        "matched_tokens": plan.matched,
-        "exact": exact,
-        "groups": [
-            {
-                "replayed_tokens": max(0, plan.boundary - group.start),
-                "start": group.source,
-                "bound": group.bound,
-            }
-            for group in plan.groups
-        ],
-        "bytes_moved": bytes_moved,
-    }

@@ -13,7 +13,8 @@ from kvspan.engine.pool import BlockPool, PoolFullError
 from kvspan.engine.prefill import Prefill
 from kvspan.engine.sequence import Sequence, block_slots
 from kvspan.hybrid.match import BlockIndex, Domain, Match
-from kvspan.hybrid.policy import BUDGET_MIN, Policy, RestorePlan, make_mark, plan_restore, record
+from kvspan.hybrid.plan import BUDGET_MIN, RestorePlan, make_mark, plan_restore, record
+from kvspan.hybrid.policy import Policy
 from kvspan.hybrid.replay import ReplayOptions, restore
 from kvspan.hybrid.rows import PIECE, HybridRunner, Rows
 from kvspan.hybrid.state import Mark, Prefix, RecurrentState, StateStore

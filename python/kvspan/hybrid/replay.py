@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvspan.engine.attention import Slots
 from kvspan.hybrid.groups import Group
-from kvspan.hybrid.policy import GroupPlan, RestorePlan
+from kvspan.hybrid.plan import GroupPlan, RestorePlan
 from kvspan.hybrid.rows import HybridRunner, Rows
 from kvspan.hybrid.state import RecurrentState
 
