@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvspan.engine.shared import SharedEngines
 from kvspan.errors import KvspanError, UsageError
 from kvspan.executor import Opener, arun, derive_seed
 from kvspan.query.builders import user
@@ -36,7 +37,7 @@ from kvspan.query.retrieval import desugar_retrieval, retriever_for, retrieves
 from kvspan.query.text import parse_json
 
 if TYPE_CHECKING:
-    from kvspan.engine import Capabilities, Engine, GenerateRequest, GenerateResult
+    from kvspan.engine import Engine
 
 DEFAULT_WINDOW = 1024  # queries in memory at a time
 DEFAULT_PARALLEL = 8  # queries that run at the same time
@@ -108,12 +109,12 @@ async def arun_bulk(
     path, out = Path(source), Path(output)
     total, digest = await asyncio.to_thread(_survey, path, settings)
     journal = _Journal(out, digest, overwrite)
-    router = None if engine is not None else _Router(open)
+    opened = SharedEngines(open)
     tally = _Tally(resumed=journal.done_before)
     try:
         report = on_progress or (lambda done, total: None)
         report(journal.done_before, total)
-        bulk = _Bulk(engine or router, lenient, seed, options, parallel, reorder)  # type: ignore[arg-type]
+        bulk = _Bulk(engine, opened, lenient, seed, options, parallel, reorder)
         for lines in _windows(path, window, skip=journal.written):
             kept = journal.kept
             missing = [line for line in lines if line[0] not in kept]
@@ -125,8 +126,7 @@ async def arun_bulk(
         journal.finish()
     finally:
         journal.close()
-        if router is not None:
-            router.close()
+        opened.close()
     return tally.summary(total)
 
 
@@ -184,7 +184,8 @@ class _Bulk:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | None,
+        opener: Opener,
         lenient: bool,
         seed: int,
         options: dict[str, Any],
@@ -192,6 +193,7 @@ class _Bulk:
         reorder: bool,
     ) -> None:
         self.engine = engine
+        self.opener = opener
         self.lenient = lenient
         self.seed = seed
         self.options = options
@@ -260,7 +262,9 @@ class _Bulk:
     async def one(self, index: int, number: int, name: Any, query: Node) -> dict[str, Any]:
         seed = derive_seed(self.seed, f"bulk[{index}]")
         try:
-            result = await arun(query, engine=self.engine, seed=seed, **self.options)
+            result = await arun(
+                query, engine=self.engine, open=self.opener, seed=seed, **self.options
+            )
         except KvspanError as error:
             return _failed(index, name, error, number)
         record: dict[str, Any] = {"index": index, "id": name, "answers": result.answers}
@@ -385,37 +389,3 @@ class _Journal:
 def _whole_lines(path: Path) -> list[bytes]:
     """The lines of a file without the last one if it was cut short."""
     return path.read_bytes().split(b"\n")[:-1]
-
-
-class _Router:
-    """An engine that passes each request to that of its model, opened when it is first needed."""
-
-    def __init__(self, open: Opener | None) -> None:
-        self.open = open
-        self.engines: dict[str, asyncio.Task[Engine]] = {}
-
-    async def _engine(self, model: str) -> Engine:
-        if model not in self.engines:
-            self.engines[model] = asyncio.create_task(asyncio.to_thread(self._opened, model))
-        return await asyncio.shield(self.engines[model])
-
-    def _opened(self, model: str) -> Engine:
-        from kvspan.engine import open_engine
-
-        return (self.open or open_engine)(model)
-
-    async def generate(
-        self, request: GenerateRequest, on_text: Callable[[str], None] | None = None
-    ) -> GenerateResult:
-        return await (await self._engine(request.model)).generate(request, on_text)
-
-    async def prepare(self, request: GenerateRequest) -> GenerateResult:
-        return await (await self._engine(request.model)).prepare(request)
-
-    def capabilities(self) -> Capabilities:
-        raise KvspanError("engines of several models have no capabilities in common")
-
-    def close(self) -> None:
-        for task in self.engines.values():
-            if task.done() and not task.cancelled() and task.exception() is None:
-                task.result().close()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvspan import cli, cli_index
-from kvspan.errors import KvspanError, UsageError
+from kvspan.errors import KvspanError, UsageError, printable
 
 if TYPE_CHECKING:
     from kvspan.executor import RunResult
@@ -52,7 +52,6 @@ def run_command(args: argparse.Namespace) -> int:
     from kvspan.audit import AuditFile
     from kvspan.estimate import estimate
     from kvspan.executor import plan_query, run
-    from kvspan.explain import printable
     from kvspan.progress import ProgressBars
     from kvspan.query.nodes import Generate
     from kvspan.query.write import dump_json
@@ -158,6 +157,9 @@ def _print_summary(args: argparse.Namespace, result: RunResult) -> None:
     notes = dict.fromkeys(
         f"note: {call.path}: {note}" for call in calls for note in call.result.reuse.notes
     )
+    for fired in result.trace:
+        for reason in fired.reasons:
+            _say(args, f"note: plain prompts, no spans: {printable(reason)}")
     for note in notes:
         _say(args, note)
     _say(

@@ -16,85 +16,30 @@ import hashlib
 import heapq
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvspan.audit import AuditLog
-from kvspan.engine import PLACEMENTS, SCOPES, GenerateRequest, Placement, Scope
+from kvspan.engine import GenerateRequest
 from kvspan.errors import KvspanError, UsageError, shorten_path
-from kvspan.query.context import NESTED, ORDERS, Nested, Order
 from kvspan.query.context import SpanHistory as SpanHistory
-from kvspan.query.nodes import Node, check_max_tokens, check_temperature, describe
+from kvspan.query.nodes import Node, describe
 from kvspan.query.optimizer import Fired, optimize
-from kvspan.query.plan import Call, Plan, Say, make_plan, put_answers, to_prompt
-from kvspan.query.retrieval import CorpusPaths, Retriever, retriever_for, retrieves
+from kvspan.query.plan import Answered, Call, Plan, Say, make_plan, put_answers, to_prompt
+from kvspan.query.retrieval import CorpusPaths, Retriever, retriever_for
 from kvspan.query.spans import note_spans
 from kvspan.results import CallResult as CallResult
 from kvspan.results import Failure as Failure
 from kvspan.results import RunResult as RunResult
+from kvspan.run_options import DEFAULT_CONCURRENCY as DEFAULT_CONCURRENCY
+from kvspan.run_options import DEFAULT_TEMPERATURE as DEFAULT_TEMPERATURE
+from kvspan.run_options import OnAudit as OnAudit
+from kvspan.run_options import OnPrint as OnPrint
+from kvspan.run_options import OnText as OnText
+from kvspan.run_options import Opener as Opener
+from kvspan.run_options import Options as Options
 
 if TYPE_CHECKING:
-    from kvspan.engine import Engine
-
-DEFAULT_TEMPERATURE = 0.6  # spnl's, for generates that set none
-DEFAULT_CONCURRENCY = 16
-
-# Opens an engine for a model's name.
-Opener = Callable[[str], "Engine"]
-# Gets the JSON path of a generate and the next piece of its answer.
-OnText = Callable[[str, str], None]
-# Gets the line of a print node.
-OnPrint = Callable[[str], None]
-# Gets the record of a request, as JSON values, when it is over.
-OnAudit = Callable[[dict[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to run a query; see ``run``."""
-
-    model: str | None = None
-    seed: int = 0
-    scope: Scope = "anchored"
-    placement: Placement = "sequential"
-    salt: str = ""
-    temperature: float | None = None
-    max_tokens: int | None = None
-    max_concurrency: int = DEFAULT_CONCURRENCY
-    order: Order = "canonical"
-    nested: Nested = "answer"
-    keep_going: bool = False
-    retriever: Retriever | None = None
-    corpora: CorpusPaths | None = None
-    history: SpanHistory | None = None
-    on_print: OnPrint | None = None
-    on_audit: OnAudit | None = None
-
-    def __post_init__(self) -> None:
-        checks: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-            ("scope", self.scope, SCOPES),
-            ("placement", self.placement, PLACEMENTS),
-            ("order", self.order, ORDERS),
-            ("nested", self.nested, NESTED),
-        )
-        for name, value, words in checks:
-            if value not in words:
-                raise UsageError(f"unknown {name}", expected=" or ".join(words), found=repr(value))
-        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        if not whole:
-            raise UsageError("bad seed", expected="a whole number", found=describe(self.seed))
-        if not isinstance(self.salt, str):
-            raise UsageError("bad salt", expected="a string", found=describe(self.salt))
-        if self.order == "recent" and self.history is None:
-            raise UsageError(
-                "order 'recent' needs a history", expected="history=SpanHistory()", found="none"
-            )
-        if self.max_concurrency < 1:
-            found = str(self.max_concurrency)
-            raise UsageError("bad max_concurrency", expected="1 or more", found=found)
-        problem = check_temperature(self.temperature) or check_max_tokens(self.max_tokens)
-        if problem:
-            raise problem
+    from kvspan.engine import Capabilities, Engine
 
 
 def derive_seed(seed: int, path: str) -> int:
@@ -147,12 +92,10 @@ def run(
         pass
     else:
         raise UsageError("run() was called inside a running event loop: use await arun(...)")
-    job = _Job(query, Options(**options), on_text)
-    opener = open or _default_opener
+    job = _Job(query, Options(**options), on_text, engine)
     try:
-        for model in [] if engine else job.models():
-            job.open(model, opener)
-        return asyncio.run(job.run(engine))
+        job.open(open or _default_opener)
+        return asyncio.run(job.run())
     finally:
         job.close()
 
@@ -165,18 +108,15 @@ async def arun(
     on_text: OnText | None = None,
     **options: Any,
 ) -> RunResult:
-    """``run`` for callers that have an event loop. Engines are opened on a thread of their own."""
-    settings = Options(**options)
-    if isinstance(query, Node) and retrieves(query):
-        # Searching takes a while, and the loop has other things to do.
-        job = await asyncio.to_thread(_Job, query, settings, on_text)
-    else:
-        job = _Job(query, settings, on_text)
-    opener = open or _default_opener
+    """``run`` for callers that have an event loop.
+
+    Rewriting, planning, retrieval and opening engines go on in a thread: a large query takes a
+    while, and the loop has other things to do.
+    """
+    job = await asyncio.to_thread(_Job, query, Options(**options), on_text, engine)
     try:
-        for model in [] if engine else job.models():
-            await asyncio.to_thread(job.open, model, opener)
-        return await job.run(engine)
+        await asyncio.to_thread(job.open, open or _default_opener)
+        return await job.run()
     finally:
         job.close()
 
@@ -210,11 +150,24 @@ def plan_query(
 class _Job:
     """One run of one query."""
 
-    def __init__(self, query: Node, options: Options, on_text: OnText | None) -> None:
+    def __init__(
+        self, query: Node, options: Options, on_text: OnText | None, engine: Engine | None
+    ) -> None:
+        self.query = query
         self.options = options
         self.on_text = on_text
+        self.only = engine
+        self.engines: dict[str, Engine] = {}
+        self.known: dict[int, Capabilities] = {}  # by the engine's id
+        self.results: dict[int, CallResult] = {}
+        self.failures: dict[int, Failure] = {}
+        self.interrupt: asyncio.Future[None] | None = None
+        self._plan(self.capabilities if engine else None)
+
+    def _plan(self, capabilities: Callable[[str], Capabilities] | None) -> None:
+        options = self.options
         self.plan, self.trace = plan_query(
-            query,
+            self.query,
             options.model,
             retriever=options.retriever,
             corpora=options.corpora,
@@ -222,24 +175,33 @@ class _Job:
             nested=options.nested,
             scope=options.scope,
             history=options.history,
+            capabilities=capabilities,
         )
-        if options.history is not None:
-            note_spans(self.plan.query, options.history)
-        self.engines: dict[str, Engine] = {}
-        self.only: Engine | None = None
-        self.results: dict[int, CallResult] = {}
-        self.failures: dict[int, Failure] = {}
-        self.interrupt: asyncio.Future[None] | None = None
         self.audit = AuditLog(options.on_audit, self.trace, options.order, options.nested)
 
-    def model_of(self, call: Call) -> str:
-        return self.options.model or call.node.model
+    def engine_of(self, model: str) -> Engine:
+        return self.only or self.engines[self.options.model or model]
 
-    def models(self) -> list[str]:
-        """Every model that is needed, once, in the order of the plan."""
-        return list(dict.fromkeys(self.model_of(call) for call in self.plan.calls))
+    def capabilities(self, model: str) -> Capabilities:
+        """Of the engine that runs calls to a model; the same object for the same engine."""
+        engine = self.engine_of(model)
+        if id(engine) not in self.known:
+            self.known[id(engine)] = engine.capabilities()
+        return self.known[id(engine)]
 
-    def open(self, model: str, opener: Opener) -> None:
+    def open(self, opener: Opener) -> None:
+        """Open the engines that are needed, and plan again if they cannot do all."""
+        if self.only is None:
+            names = (self.options.model or call.node.model for call in self.plan.calls)
+            for model in dict.fromkeys(names):
+                self._open(model, opener)
+            able = [self.capabilities(model) for model in self.engines]
+            if not all(can.spans and can.answers for can in able):
+                self._plan(self.capabilities)
+        if self.options.history is not None:
+            note_spans(self.plan.query, self.options.history)
+
+    def _open(self, model: str, opener: Opener) -> None:
         try:
             self.engines[model] = opener(model)
         except UsageError as error:
@@ -253,14 +215,13 @@ class _Job:
         for engine in self.engines.values():
             engine.close()
 
-    async def run(self, engine: Engine | None) -> RunResult:
-        self.only = engine
+    async def run(self) -> RunResult:
         started = time.perf_counter()
         await self._run_steps()
         ids = self.plan.answers
         texts = [self.results[id].result.text if id in self.results else None for id in ids]
         return RunResult(
-            result=put_answers(self.plan.query, texts),
+            result=await asyncio.to_thread(put_answers, self.plan.query, texts),
             answers=[text for text in texts if text is not None],
             answer_ids=[id for id in ids if id in self.results],
             calls=[self.results[call.id] for call in self.plan.calls if call.id in self.results],
@@ -342,7 +303,7 @@ class _Job:
 
     async def _call(self, call: Call) -> None:
         request = self._request(call)
-        engine = self.only or self.engines[request.model]
+        engine = self.engine_of(call.node.model)
         record = self.audit.begin(request, dropped=call.dropped)
         try:
             await self._generate(call, request, engine)
@@ -378,12 +339,10 @@ class _Job:
 
     def _request(self, call: Call) -> GenerateRequest:
         node, options = call.node, self.options
-        below = node.input
         where = f"{call.path}.g.input"
-        if call.inputs:
-            below = put_answers(below, [self.results[id].result.text for id in call.inputs])
         try:
-            prompt = to_prompt(below, where)
+            answers = (self._answered(id) for id in call.inputs)
+            prompt = to_prompt(node.input, where, answers, plain=node.plain)
         except UsageError:
             raise KvspanError("every answer it was to read came back empty", path=where) from None
         temperature = node.temperature
@@ -391,7 +350,7 @@ class _Job:
             temperature = options.temperature
         return GenerateRequest(
             prompt=prompt,
-            model=self.model_of(call),
+            model=self.options.model or node.model,
             # 0 is spnl's word for "the server's default".
             max_tokens=node.max_tokens or options.max_tokens or None,
             temperature=DEFAULT_TEMPERATURE if temperature is None else float(temperature),
@@ -399,8 +358,14 @@ class _Job:
             scope=call.options.get("scope", options.scope),  # type: ignore[arg-type]
             placement=call.options.get("placement", options.placement),  # type: ignore[arg-type]
             salt=call.options.get("salt", options.salt),
+            keep_answer=node.kept,
             path=call.path,
         )
+
+    def _answered(self, id: int) -> Answered:
+        call, result = self.plan.steps[id], self.results[id].result
+        assert isinstance(call, Call)
+        return result.text, result.answer if call.node.kept else None
 
     def _listener(self, call: Call) -> Callable[[str], None] | None:
         if self.on_text is None or call.dropped:

@@ -17,6 +17,7 @@ from kvspan.engine import (
 )
 from kvspan.query.plan import Message, Prompt
 
+ALL = Capabilities(spans=True, reason="", max_tokens=1000, block_size=16, answers=True)
 Answer = Callable[[GenerateRequest], str]
 
 
@@ -44,6 +45,7 @@ class FakeEngine:
 
     events: ("start" | "end" | "cancel", path) in the order they came. most: calls that ran at the
     same time, at the most. prepared: paths of the calls that were to fill the cache only.
+    can: its capabilities.
     """
 
     answer: Answer = digest_answer
@@ -55,6 +57,7 @@ class FakeEngine:
     most: int = 0
     closed: int = 0
     prepared: list[str] = field(default_factory=list)
+    can: Capabilities = ALL
 
     async def generate(
         self, request: GenerateRequest, on_text: Callable[[str], None] | None = None
@@ -93,7 +96,7 @@ class FakeEngine:
         return await self.generate(request)
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(spans=True, reason="", max_tokens=1000, block_size=16)
+        return self.can
 
     def close(self) -> None:
         self.closed += 1

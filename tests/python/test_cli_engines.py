@@ -39,7 +39,7 @@ def test_run_on_a_server(query_file: str, capsys: pytest.CaptureFixture[str]) ->
         assert cli.main([*words, "--model", "other"]) == 0
         out, err = capsys.readouterr()
         assert out == "hello\n"
-        assert f"note: $: spans sent as plain text: the server at {server.url} takes plain" in err
+        assert f"plain prompts, no spans: M: the server at {server.url} takes plain" in err
         assert "7 prompt tokens (4 from the cache" in err
         assert server.requests[0][2]["model"] == "other"
         assert cli.main([*words, "--stream", "--quiet"]) == 0

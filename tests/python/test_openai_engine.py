@@ -349,8 +349,9 @@ def test_a_query_over_a_server() -> None:
         result = kv.run(kv.g("M", kv.cross(kv.plus(inner), "all"), temperature=0), engine=engine)
         assert result.usage.prompt_tokens == 4 * 7
     assert result.answers == ["PART 0\n\nPART 1\n\nPART 2\n\nALL"]
-    notes = [note for call in result.calls for note in call.result.reuse.notes]
-    assert len(notes) == 1 and "spans sent as plain text" in notes[0]
+    assert not any(call.result.reuse.notes for call in result.calls)
+    (fired,) = [fired for fired in result.trace if fired.rule == "plain_prompts"]
+    assert fired.reasons == (f"M: {engine.capabilities().reason}",)
 
 
 def test_waiting_doubles_with_jitter() -> None:

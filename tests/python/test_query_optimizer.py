@@ -12,16 +12,20 @@ from hypothesis import assume, given
 
 from fakes import FakeEngine, digest_answer, prompt_text
 from kvspan import KvspanError, UsageError, cross, executor, g, plus, run, seq, system, user
-from kvspan.engine import GenerateRequest
+from kvspan.engine import Capabilities, GenerateRequest
 from kvspan.executor import RunResult
 from kvspan.query.forms import has_generate
 from kvspan.query.nodes import Generate, Node, walk
 from kvspan.query.optimizer import MAX_PASSES, RULES, Context, optimize
-from kvspan.query.plan import Call, Message, make_plan
+from kvspan.query.plan import Call, Message, Prompt, Span, make_plan
 from kvspan.query.read import from_yaml
 from kvspan.query.retrieval import Corpus
 from query_strategies import queries, runnable_queries
 
+HEADS = ("rules", "nested", "order", "kept", "plain")
+# What the engines of the model P and of all others can do.
+NO_SPANS = Capabilities(spans=False, reason="it is plain", max_tokens=0, block_size=0)
+ALL = replace(NO_SPANS, spans=True, answers=True, reason="")
 FIXTURES = sorted((Path(__file__).parents[1] / "fixtures" / "optimizer").glob("*.yaml"))
 
 
@@ -35,21 +39,26 @@ class Words:
 @pytest.mark.parametrize("file", FIXTURES, ids=lambda file: file.stem)
 def test_fixture(file: Path) -> None:
     before, after = file.read_text(encoding="utf-8").split("\n---\n")
-    heads = {}
+    heads: dict[str, list[str]] = {}
     for line in before.splitlines():
         name, found, words = line.removeprefix("# ").partition(":")
-        if line.startswith("# ") and found and name in ("rules", "native", "nested", "order"):
+        if line.startswith("# ") and found and name in HEADS:
             heads[name] = words.split()
     done = optimize(
         from_yaml(before),
         default_model="default/model",
         retriever=Words(),
-        native=frozenset(heads.get("native", [])),
-        nested=heads.get("nested", ["answer"])[0],
-        order=heads.get("order", ["canonical"])[0],
+        nested=heads.get("nested", ["answer"])[0],  # type: ignore[arg-type]
+        order=heads.get("order", ["canonical"])[0],  # type: ignore[arg-type]
+        capabilities=lambda model: NO_SPANS if model == "P" else ALL,
     )
     assert done.query == from_yaml(after)
     assert [fired.rule for fired in done.trace] == heads["rules"]
+    asks = [node for _, node in walk(done.query) if isinstance(node, Generate)]
+    for name in ("kept", "plain"):
+        if name in heads or not done.trace:
+            marked = [str(node.origin) for node in asks if getattr(node, name)]
+            assert marked == heads.get(name, [])
 
 
 def test_every_rule_has_a_fixture_and_a_doctest() -> None:
@@ -92,12 +101,32 @@ def test_rules_keep_the_meaning_in_any_order(query: Node) -> None:
 
 
 @given(runnable_queries)
-def test_native_engines_get_the_same_calls(query: Node) -> None:
-    native = frozenset({"map", "repeat"})
-    plain, calls = _run(query, digest_answer, order="pinned")
-    gathered, gathered_calls = _run(query, digest_answer, order="pinned", native=native)
-    assert gathered.answers == plain.answers
-    assert gathered_calls == calls
+def test_plain_prompts_are_the_spans_in_order(query: Node) -> None:
+    """An engine without spans gets the same messages, all of a span's as the user's."""
+    with_spans, calls = _run(query, text_answer, order="pinned")
+    plain, plain_calls = _run(query, text_answer, order="pinned", can=NO_SPANS)
+    assert plain.answers == with_spans.answers
+    flat = [
+        (path, tuple(m for p in prompt for m in getattr(p, "messages", (p,))), seed)
+        for path, prompt, seed in calls
+    ]
+    assert [(path, texts(p), seed) for path, p, seed in plain_calls] == [
+        (path, texts(p), seed) for path, p, seed in flat
+    ]
+    assert not any(isinstance(part, Span) for _, prompt, _ in plain_calls for part in prompt)
+    fired = [fired for fired in plain.trace if fired.rule == "plain_prompts"]
+    assert bool(fired) == any(isinstance(p, Span) for _, prompt, _ in calls for p in prompt)
+    assert all(": it is plain" in reason for f in fired for reason in f.reasons)
+
+
+def text_answer(request: GenerateRequest) -> str:
+    """Like digest_answer, but blind to roles and spans."""
+    every = [m.text for p in request.prompt for m in getattr(p, "messages", (p,))]
+    return digest_answer(replace(request, prompt=tuple(Message("user", t) for t in every)))
+
+
+def texts(prompt: Prompt) -> list[str]:
+    return [part.text for part in prompt if isinstance(part, Message)]
 
 
 @given(runnable_queries)
@@ -125,10 +154,10 @@ def _explicit(query: Node) -> Node:
 
 
 def _run(query: Node, answer: Callable[[GenerateRequest], str], **settings: object):
-    engine = FakeEngine(answer, ticks=0)
+    engine = FakeEngine(answer, ticks=0, can=settings.pop("can", ALL))  # type: ignore[arg-type]
     try:
         with pytest.MonkeyPatch.context() as patch:
-            inner = {name: settings.pop(name) for name in ("rules", "native") if name in settings}
+            inner = {"rules": settings.pop("rules")} if "rules" in settings else {}
             patch.setattr(executor, "optimize", partial(optimize, **inner))
             model = None if has_generate(query) else "M"
             result = run(query, engine=engine, model=model, **settings)

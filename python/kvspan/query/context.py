@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvspan.engine import Capabilities
 from kvspan.query.retrieval import Retriever
 
 Order = Literal["canonical", "pinned", "recent"]
@@ -13,6 +14,9 @@ Nested = Literal["answer", "whole"]
 
 ORDERS: tuple[Order, ...] = ("canonical", "pinned", "recent")
 NESTED: tuple[Nested, ...] = ("answer", "whole")
+
+
+_ABLE = Capabilities(spans=True, reason="", max_tokens=0, block_size=0, answers=True)
 
 
 class SpanHistory:
@@ -39,17 +43,26 @@ class Context:
 
     default_model: for queries that name none.
     retriever: finds the fragments of augment and retrieve.
-    native: kinds of nodes that the engine takes as they are ("map", "repeat").
     order: whether children of a plus in a prompt are put into their canonical order, or the ones
         that stand in ``history`` first, in the order of the latest prompt that had them.
     nested: what an outer generate reads of a generate in a plus: its answer, or its whole exchange.
-    scope: with "full" there are no spans to prepare.
+    scope: of calls that no options node says it of; with "full" there are no spans to prepare.
+    capabilities: of the engine that runs calls to a model, the same object for the same engine.
+        None: nothing is known yet, and every model has an engine of its own that can do all.
     """
 
     default_model: str | None = None
     retriever: Retriever | None = None
-    native: frozenset[str] = frozenset()
     order: Order = "canonical"
     nested: Nested = "answer"
     scope: str = "anchored"
     history: SpanHistory | None = None
+    capabilities: Callable[[str], Capabilities] | None = None
+
+    def can(self, model: str) -> Capabilities:
+        """What the engine of a model can do."""
+        return _ABLE if self.capabilities is None else self.capabilities(model)
+
+    def same_engine(self, a: str, b: str) -> bool:
+        """Whether calls to two models are run by one engine."""
+        return a == b or (self.capabilities is not None and self.can(a) is self.can(b))

@@ -52,16 +52,16 @@ def strip_reduce(query: Node) -> Node:
     return transform(query, lambda node, path: node.judge if isinstance(node, Reduce) else node)
 
 
-def unroll(query: Node, native: frozenset[str] = frozenset()) -> Node:
-    """Write out every repeat and map but those whose kind is in ``native``.
+def unroll(query: Node) -> Node:
+    """Write out every repeat and map.
 
     Samples of one generate share their nodes but for the generates, whose origins tell them apart.
     """
 
     def stands_for_more(node: Node) -> bool:
-        return isinstance(node, (Repeat, Map)) and node.kind not in native
+        return isinstance(node, (Repeat, Map))
 
-    if kinds_in(query).isdisjoint({"repeat", "map"} - native):
+    if kinds_in(query).isdisjoint({"repeat", "map"}):
         return query
     found = [node for node in each(query) if stands_for_more(node)]
     if any(node.origin is None for node in found):  # type: ignore[attr-defined]
@@ -80,9 +80,7 @@ def unroll(query: Node, native: frozenset[str] = frozenset()) -> Node:
         origin = node.origin or ROOT
         place = _rebase(origin, moved).child(node.kind)
         if isinstance(node, Map):
-            places = [_rebase(path, moved) for path in node.origins] or [
-                place.child("inputs").child(index) for index in range(len(node.inputs))
-            ]
+            places = [place.child("inputs").child(index) for index in range(len(node.inputs))]
             return [
                 (Generate(node.model, User(text), node.max_tokens, node.temperature, path), {})
                 for text, path in zip(node.inputs, places, strict=True)

@@ -109,17 +109,13 @@ class Repeat(Node):
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Map(Node):
-    """One generate per input, each a user message.
-
-    origins: where the generates stood that this was made of, if it was made of generates.
-    """
+    """One generate per input, each a user message."""
 
     model: str
     inputs: tuple[str, ...]
     max_tokens: int | None = None
     temperature: float | None = None
     origin: Path | None = field(default=None)
-    origins: tuple[Path, ...] = field(default=())
     kind: ClassVar[str] = "map"
 
     def __post_init__(self) -> None:
@@ -407,10 +403,8 @@ def mark_origins(root: Node) -> Node:
     """Note on every node that asks a model where it stands, before rules move it."""
 
     def mark(node: Node, path: Path) -> Node:
-        if isinstance(node, (Generate, Repeat)):
+        if isinstance(node, (Generate, Repeat, Map)):
             return replace(node, origin=path)
-        if isinstance(node, Map):
-            return replace(node, origin=path, origins=())
         return node
 
     return transform(root, mark)

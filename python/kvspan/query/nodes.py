@@ -255,7 +255,10 @@ class Generate(Node):
     max_tokens: at most this many new tokens. None and 0 both leave it to the engine, and stay
         distinct in the tree so that files survive a round trip (0 is what spnl writes).
     temperature: finite, 0 or more; 0 is greedy. None takes the default of the run.
-    origin: where the node stood in the query the user wrote. Not part of its content.
+    origin: where the node stood in the query the user wrote.
+    kept, plain: what the rules of ``kvspan.query.engines`` decided: whether its answer is a span
+        with the KV it was generated with, and whether the spans of its prompt are plain text.
+    The last three are not part of its content.
     """
 
     model: str
@@ -263,6 +266,8 @@ class Generate(Node):
     max_tokens: int | None = None
     temperature: float | None = None
     origin: Path | None = field(default=None)
+    kept: bool = False
+    plain: bool = False
     kind: ClassVar[str] = "g"
 
     def __post_init__(self) -> None:

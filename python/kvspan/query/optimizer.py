@@ -2,19 +2,20 @@
 
     desugar_chat       a query that asks nothing -> a generate over it, with the default model
     desugar_retrieval  augment, retrieve -> prepared fragments, as the spans of a plus
-    unroll             repeat, map -> generates, where the engine knows neither
+    unroll             repeat, map -> generates: no engine takes them as they are
     pair_zip           zip -> pairs
     drop_empty         empty messages and joins in a join -> gone
     flatten_plus       plus in plus -> one plus
     flatten_seq        seq in seq -> one seq
     flatten_cross      cross at the end of a cross -> one cross
-    gather_map         a plus of like generates -> a map, where the engine knows it
     order_spans        the spans of a prompt -> in the order of their content, unless pinned
     split_reduce       a declared reduction over many spans -> a tree of small ones
     keep_inputs        an inner generate -> one span with what it read, on request
+    distribute_plus    an inner generate -> a span anchored by its own input, where engines can
+    plain_prompts      the spans of a plus -> plain text, where an engine has none
 
-Every rule is in ``kvspan.query.rules``, ``retrieval`` or ``spans``. All but the last three keep
-every prompt; ``order_spans`` keeps the set of its spans.
+Every rule is in ``kvspan.query.rules``, ``retrieval``, ``spans`` or ``engines``. Only
+``split_reduce`` and ``keep_inputs`` change the text of a prompt; ``order_spans`` its order.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvspan.engine import Capabilities
 from kvspan.errors import KvspanError
 from kvspan.query.context import Context as Context
 from kvspan.query.context import Nested, Order, SpanHistory
+from kvspan.query.engines import distribute_plus, plain_prompts, reasons
 from kvspan.query.forms import mark_origins
 from kvspan.query.nodes import Node, Path, count_nodes
 from kvspan.query.retrieval import Retriever, desugar_retrieval
@@ -35,7 +38,6 @@ from kvspan.query.rules import (
     flatten_cross,
     flatten_plus,
     flatten_seq,
-    gather_map,
     pair_zip,
     unroll,
 )
@@ -55,10 +57,11 @@ RULES: tuple[Rule, ...] = (
     flatten_plus,
     flatten_seq,
     flatten_cross,
-    gather_map,
     order_spans,
     split_reduce,
     keep_inputs,
+    distribute_plus,
+    plain_prompts,
 )
 
 
@@ -67,7 +70,7 @@ class Fired:
     """One application of a rule that changed the tree. before, after: numbers of nodes.
 
     tree: the query after it. moved: for order_spans, the path of each plus it changed and the old
-    indexes of its children in their new order.
+    indexes of its children in their new order. reasons: for plain_prompts, what the engines say.
     """
 
     rule: str
@@ -77,6 +80,7 @@ class Fired:
     after: int
     tree: Node | None = field(default=None, repr=False, compare=False)
     moved: tuple[tuple[Path, list[int]], ...] = ()
+    reasons: tuple[str, ...] = ()
 
     def to_obj(self) -> dict[str, Any]:
         """As JSON values, without the tree."""
@@ -89,6 +93,8 @@ class Fired:
         }
         if self.moved:
             obj["moved"] = [{"path": str(path), "order": order} for path, order in self.moved]
+        if self.reasons:
+            obj["reasons"] = list(self.reasons)
         return obj
 
 
@@ -105,11 +111,11 @@ def optimize(
     *,
     default_model: str | None = None,
     retriever: Retriever | None = None,
-    native: frozenset[str] = frozenset(),
     order: Order = "canonical",
     nested: Nested = "answer",
     scope: str = "anchored",
     history: SpanHistory | None = None,
+    capabilities: Callable[[str], Capabilities] | None = None,
     rules: Sequence[Rule] = RULES,
 ) -> Optimized:
     """Apply rules in order, again and again until nothing changes. See ``Context``.
@@ -121,7 +127,7 @@ def optimize(
     >>> [fired.rule for fired in optimize(cross(plus("b", "", "a"), "q"), default_model="M").trace]
     ['desugar_chat', 'drop_empty', 'order_spans']
     """
-    context = Context(default_model, retriever, native, order, nested, scope, history)
+    context = Context(default_model, retriever, order, nested, scope, history, capabilities)
     query = mark_origins(query)
     trace: list[Fired] = []
     size = count_nodes(query)
@@ -133,8 +139,9 @@ def optimize(
                 does = (rule.__doc__ or "").partition("\n")[0]
                 name = getattr(rule, "__name__", "rule")
                 moved = moves(query, context) if rule is order_spans else ()
+                said = reasons(new, context) if rule is plain_prompts else ()
                 before, size = size, count_nodes(new)
-                trace.append(Fired(name, does, number, before, size, new, moved))
+                trace.append(Fired(name, does, number, before, size, new, moved, said))
                 query, changed = new, True
         if not changed:
             return Optimized(query, tuple(trace))

@@ -54,15 +54,22 @@ class Span:
 Prompt = tuple[Message | Span, ...]
 
 
-def to_prompt(node: Node, path: str = "$") -> Prompt:
+# The text of an answer, and what the engine gave with it if it is to be a span of its own.
+Answered = tuple[str, object]
+
+
+def to_prompt(
+    node: Node, path: str = "$", answers: Iterable[Answered] = (), *, plain: bool = False
+) -> Prompt:
     """The input of a generate as a flat prompt.
 
-    node: a tree without generates (their answers have been put in, see ``put_answers``).
-    path: where the input stands, for the message.
+    path: where the input stands, for the message. answers: of the outermost generates in it, in
+    document order. plain: without spans, their messages being the user's.
 
     seq, par and cross concatenate. Every child of a plus is one Span, nested plus counted as one;
-    a plus deeper inside a span is ordinary ordered content of it. Empty messages are dropped, and
-    spans without messages. Raises UsageError when nothing is left.
+    a plus deeper inside a span is ordinary ordered content of it. An answer in a span that keeps
+    its KV ends that span and is one of its own. Empty messages are dropped, and spans without
+    messages. Raises UsageError when nothing is left.
 
     >>> from kvspan.query.builders import cross, plus, system, user
     >>> for part in to_prompt(cross(system("s"), plus("a", plus("b", user(""))), "q")):
@@ -72,15 +79,23 @@ def to_prompt(node: Node, path: str = "$") -> Prompt:
     Span(messages=(Message(role='user', text='b'),))
     Message(role='user', text='q')
     """
+    texts = iter(answers)
     parts: list[Message | Span] = []
+
+    def close(span: list[Message]) -> None:
+        if span and plain:
+            parts.extend(Message("user", message.text) for message in span)
+        elif span:
+            parts.append(Span(tuple(span)))
+        span.clear()
+
     # The second field says where a node stands: None outside of any plus, "child" as the child of
     # one, else the list that collects the span's messages. None as the node closes that span.
     stack: list[tuple[Node | None, list[Message] | Literal["child"] | None]] = [(node, None)]
     while stack:
         item, where = stack.pop()
         if item is None:
-            if where:
-                parts.append(Span(tuple(where)))  # type: ignore[arg-type]
+            close(where)  # type: ignore[arg-type]
         elif where == "child" and not isinstance(item, Plus):
             span: list[Message] = []
             stack += [(None, span), (item, span)]
@@ -89,7 +104,19 @@ def to_prompt(node: Node, path: str = "$") -> Prompt:
                 message = Message(item.kind, item.text)  # type: ignore[arg-type]
                 (where if isinstance(where, list) else parts).append(message)
         elif isinstance(item, Generate):
-            raise KvspanError(f"{path}: an inner generate has not been run yet")
+            answered = next(texts, None)
+            if answered is None:
+                raise KvspanError(f"{path}: an inner generate has not been run yet")
+            text, made = answered
+            if text and isinstance(where, list):
+                if made is not None and not plain:
+                    close(where)
+                    where.append(Message("assistant", text, made))
+                    close(where)
+                else:
+                    where.append(Message("assistant", text))
+            elif text:
+                parts.append(Message("assistant", text))
         elif isinstance(item, (Monad, Print)):
             continue
         else:
@@ -196,6 +223,8 @@ class Plan:
                 "inputs": list(call.inputs),
                 "after": list(call.after),
                 **({"dropped": True} if call.dropped else {}),
+                **({"kept": True} if call.node.kept else {}),
+                **({"plain": True} if call.node.plain else {}),
                 **({"options": dict(call.options)} if call.options else {}),
             }
             for call in self.calls

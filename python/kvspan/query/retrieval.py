@@ -116,7 +116,8 @@ def desugar_retrieval(query: Node, context: Context) -> Node:
             found[text, corpus] = _ask(retriever, text, corpus, path)
         fragments = found[text, corpus]
         spans = Plus(tuple(User(fragment) for fragment in fragments))
-        if asker is None or context.scope == "full" or not fragments:
+        useless = context.scope == "full" or (asker and not context.can(asker.model).spans)
+        if asker is None or useless or not fragments:
             return [spans]
         if id(asker) not in anchors:
             anchors[id(asker)] = _anchor(asker)

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from kvspan.errors import UsageError
 from kvspan.query import expand
 from kvspan.query.context import Context
-from kvspan.query.forms import Map, Monad, Options, has_generate
+from kvspan.query.forms import Monad, Options, has_generate
 from kvspan.query.nodes import (
-    ROOT,
     Cross,
     Generate,
     Join,
@@ -22,7 +21,6 @@ from kvspan.query.nodes import (
     Plus,
     Seq,
     Text,
-    User,
     each,
     kinds_in,
     rebuild,
@@ -138,15 +136,13 @@ def flatten_cross(query: Node, context: Context) -> Node:
 
 
 def unroll(query: Node, context: Context) -> Node:
-    """Samples of a repeat and inputs of a map are generates, where the engine knows neither.
+    """Samples of a repeat and inputs of a map are generates: no engine takes them as they are.
 
     >>> from kvspan.query.builders import plus, repeat, g
     >>> unroll(plus(repeat(2, g("M", "a"))), Context())
     plus(g('M', user('a')), g('M', user('a')))
     """
-    # The sides of a zip are paired item by item, so they have to be written out.
-    paired = "zip" in kinds_in(query)
-    return expand.unroll(query, frozenset() if paired else context.native)
+    return expand.unroll(query)
 
 
 def pair_zip(query: Node, context: Context) -> Node:
@@ -157,28 +153,3 @@ def pair_zip(query: Node, context: Context) -> Node:
     par(par(user('a'), user('c')), par(user('b'), user('d')))
     """
     return expand.pair(query)
-
-
-def gather_map(query: Node, context: Context) -> Node:
-    """Generates of a plus that differ in one user message only are a map, where engines know it.
-
-    >>> from kvspan.query.builders import g, plus
-    >>> gather_map(plus(g("M", "a"), g("M", "b")), Context(native=frozenset({"map"})))
-    plus(map_('M', ['a', 'b']))
-    """
-    if "map" not in context.native:
-        return query
-
-    def gather(node: Node, path: Path) -> Node:
-        if not isinstance(node, Plus) or len(node.items) < 2:
-            return node
-        asks = [item for item in node.items if isinstance(item, Generate)]
-        texts = [ask.input.text for ask in asks if isinstance(ask.input, User)]
-        first = asks[0] if asks else None
-        if first is None or len(texts) < len(node.items) or len({a.own_fields() for a in asks}) > 1:
-            return node
-        origins = tuple(ask.origin or ROOT for ask in asks)
-        settings = (first.max_tokens, first.temperature)
-        return Plus((Map(first.model, tuple(texts), *settings, origin=path, origins=origins),))
-
-    return transform(query, gather)

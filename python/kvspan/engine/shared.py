@@ -1,0 +1,40 @@
+"""Engines that several runs use, each opened once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from kvspan.engine import Engine, open_engine
+
+
+class SharedEngines:
+    """Opens the engine of each model when it is first needed, once for all queries."""
+
+    def __init__(self, open: Callable[[str], Engine] | None) -> None:
+        self.open = open
+        self.engines: dict[str, Engine] = {}
+        self.lock = threading.Lock()
+
+    def __call__(self, model: str) -> Engine:
+        """An engine that its user may close without closing it for others."""
+        with self.lock:
+            if model not in self.engines:
+                self.engines[model] = (self.open or open_engine)(model)
+        return _Borrowed(self.engines[model])
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+
+
+class _Borrowed:
+    """An engine whose `close` does nothing."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.generate = engine.generate
+        self.prepare = engine.prepare
+        self.capabilities = engine.capabilities
+
+    def close(self) -> None:
+        """Nothing: the engine outlives the query."""

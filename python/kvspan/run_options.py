@@ -1,0 +1,76 @@
+"""How to run a query: the options of ``kvspan.run`` but for its engines, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvspan.engine import PLACEMENTS, SCOPES, Placement, Scope
+from kvspan.errors import UsageError
+from kvspan.query.context import NESTED, ORDERS, Nested, Order, SpanHistory
+from kvspan.query.nodes import check_max_tokens, check_temperature, describe
+from kvspan.query.retrieval import CorpusPaths, Retriever
+
+if TYPE_CHECKING:
+    from kvspan.engine import Engine
+
+DEFAULT_TEMPERATURE = 0.6  # spnl's, for generates that set none
+DEFAULT_CONCURRENCY = 16
+
+# Opens an engine for a model's name.
+Opener = Callable[[str], "Engine"]
+# Gets the JSON path of a generate and the next piece of its answer.
+OnText = Callable[[str, str], None]
+# Gets the line of a print node.
+OnPrint = Callable[[str], None]
+# Gets the record of a request, as JSON values, when it is over.
+OnAudit = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a query; see ``run``."""
+
+    model: str | None = None
+    seed: int = 0
+    scope: Scope = "anchored"
+    placement: Placement = "sequential"
+    salt: str = ""
+    temperature: float | None = None
+    max_tokens: int | None = None
+    max_concurrency: int = DEFAULT_CONCURRENCY
+    order: Order = "canonical"
+    nested: Nested = "answer"
+    keep_going: bool = False
+    retriever: Retriever | None = None
+    corpora: CorpusPaths | None = None
+    history: SpanHistory | None = None
+    on_print: OnPrint | None = None
+    on_audit: OnAudit | None = None
+
+    def __post_init__(self) -> None:
+        checks: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+            ("scope", self.scope, SCOPES),
+            ("placement", self.placement, PLACEMENTS),
+            ("order", self.order, ORDERS),
+            ("nested", self.nested, NESTED),
+        )
+        for name, value, words in checks:
+            if value not in words:
+                raise UsageError(f"unknown {name}", expected=" or ".join(words), found=repr(value))
+        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if not whole:
+            raise UsageError("bad seed", expected="a whole number", found=describe(self.seed))
+        if not isinstance(self.salt, str):
+            raise UsageError("bad salt", expected="a string", found=describe(self.salt))
+        if self.order == "recent" and self.history is None:
+            raise UsageError(
+                "order 'recent' needs a history", expected="history=SpanHistory()", found="none"
+            )
+        if self.max_concurrency < 1:
+            found = str(self.max_concurrency)
+            raise UsageError("bad max_concurrency", expected="1 or more", found=found)
+        problem = check_temperature(self.temperature) or check_max_tokens(self.max_tokens)
+        if problem:
+            raise problem
