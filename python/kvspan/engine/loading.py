@@ -95,6 +95,15 @@ def load_tokenizer(name: str, progress: Progress | None = None) -> PreTrainedTok
         return tokenizer
 
 
+def load_config(name: str, progress: Progress | None = None) -> PreTrainedConfig:
+    """The config alone, of a decoder-only language model: what is enough to inspect it."""
+    path = resolve_model(name, progress)
+    with _quiet(), _explained(name):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        _check_config(config)
+        return config
+
+
 def load_model(
     name: str, *, dtype: str, device: str, progress: Progress | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
