@@ -83,6 +83,14 @@ def rotated(model: PreTrainedModel, layer: int, keys: torch.Tensor, delta: int) 
 
 def span_logprobs(model: PreTrainedModel, layout: SpanLayout, placement: str) -> torch.Tensor:
     """log-probabilities [vocab] of the first token after the prompt. model: eager attention."""
+    return text_logprobs(model, layout, placement)[-1]
+
+
+def text_logprobs(model: PreTrainedModel, layout: SpanLayout, placement: str) -> torch.Tensor:
+    """log-probabilities [num_text, vocab] after every token that follows the first span.
+
+    Without spans after every token. Text between spans counts.
+    """
     ids = torch.from_numpy(layout.token_ids).long()
     positions = torch.from_numpy(layout.positions(placement)).long()  # type: ignore[arg-type]
     anchor = layout.anchor_len
@@ -90,7 +98,7 @@ def span_logprobs(model: PreTrainedModel, layout: SpanLayout, placement: str) ->
         cache = DynamicCache()
         every = torch.arange(len(ids))
         seen = every[None] <= every[:, None]
-        return forward(model, ids, every, every, seen, cache)[-1].log_softmax(-1)
+        return forward(model, ids, every, every, seen, cache).log_softmax(-1)
     prefix = ids[:anchor] if layout.scope == "anchored" else ids[:0]
     parts = [(causal(model, ids[:anchor]), 0, 0, torch.arange(anchor))] if anchor else []
     for start, end in layout.spans:
@@ -110,7 +118,7 @@ def span_logprobs(model: PreTrainedModel, layout: SpanLayout, placement: str) ->
     logits = forward(
         model, ids[text], positions[text], positions[order], order[None] <= text[:, None], joined
     )
-    return logits[-1].log_softmax(-1)
+    return logits.log_softmax(-1)
 
 
 def one_pass_logprobs(model: PreTrainedModel, layout: SpanLayout, placement: str) -> torch.Tensor:

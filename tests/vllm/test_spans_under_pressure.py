@@ -1,160 +1,58 @@
-"""Small pools, small chunks, preemption, aborts; and controls that show these tests can tell."""
+"""A directed test for each hazard of serving spans on vLLM, and controls that show they can tell.
+
+A control removes a guard and must find wrong answers.
+
+hazard -> tests (test_... is left out), then its control
+
+1. Block hashes appear before the data -> same_step_requests_wait_for_each_other,
+   recomputed_span_is_no_source_while_it_is_computed; control_unwritten_sources,
+   control_recomputed_source
+2. A source is evicted and becomes the request's own destination ->
+   sources_that_become_destinations; control_moves_one_after_the_other
+3. Repeated rotation in place drifts -> only_what_was_computed_is_a_source
+4. Chunked prefill splits a span -> span_cut_by_a_chunk; control_row_from_the_chunk_on
+5. Attention rows carry no request id -> rows_of_several_requests_in_one_step;
+   control_rows_of_another_request
+6. Full CUDA graphs bypass Python metadata -> decode_steps_are_vllms_own,
+   graphs_and_gpus_are_refused_rows
+7. Frequencies from rounded tables, or of another layer ->
+   frequencies_are_the_models_own_in_float32, frequencies_that_differ_between_layers_are_refused
+8. Blocks are zeroed before the moves -> zeroed_blocks_are_refused
+
+Beyond vLLM's: keys that are not rotated -> control_moves_without_rotation; ordinary requests that
+read span KV -> test_spans.py, control_merged_domains; the anchor of the same step, seen at another
+distance -> control_anchor_is_not_moved.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from served import BLOCK, Served, save_tiny
+import torch
+from served import BLOCK, Served
 from test_spans import TOLERANCE, make
-from vllm import SamplingParams
+from traffic import Ask, Verdict, judge, run, scheduler_of
+from transformers import Gemma3TextConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from kvspan.layout import SpanLayout, layout_from_tokens
+from kvspan.errors import UsageError
+from kvspan.layout import layout_from_tokens
+from kvspan.vllm import attention
+from kvspan.vllm import connector as connector_module
 from kvspan.vllm.connector import KvspanConnector
 from kvspan.vllm.moving import BlockMover
-from kvspan.vllm.params import to_params
 from kvspan.vllm.prepare import prepare_stages
-from kvspan.vllm.scheduling import PlacedSpan, SpanScheduler
-
-
-@pytest.fixture(scope="module")
-def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """34 blocks for everything, prompts in chunks of at most 90 tokens."""
-    folder = save_tiny("llama", tmp_path_factory.mktemp("tight"))
-    served = Served(
-        folder, num_blocks=34, max_num_batched_tokens=90, max_num_seqs=8, max_model_len=1024
-    )
-    yield served
-    served.close()
-
-
-def random_layout(rng: np.random.Generator) -> SpanLayout:
-    """Few documents in many orders, sometimes as an ordinary twin, sometimes with other bounds."""
-    order = rng.integers(0, 6, rng.integers(0, 5)).tolist()
-    scope = "isolated" if rng.random() < 0.25 else "anchored"
-    tail = int(rng.choice([1, 5, 31, 32, 33, 60]))
-    between = 1 if len(order) > 1 and rng.random() < 0.2 else None
-    anchor = int(rng.integers(1, 3))
-    layout = make(order, scope, tail=tail, anchor=anchor, between=between, seed=3)
-    if rng.random() < 0.15:
-        return layout_from_tokens(layout.token_ids, (), BLOCK)
-    if len(order) > 1 and between is None and rng.random() < 0.1:
-        whole = (layout.spans[0][0], layout.spans[-1][1])
-        return layout_from_tokens(layout.token_ids, [whole], BLOCK, layout.scope)
-    return layout
-
-
-def free_blocks(served: Served) -> int:
-    scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
-    return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
-
-
-def test_random_requests(tight: Served) -> None:
-    rng = np.random.default_rng(0)
-    free = free_blocks(tight)
-    spans_used = fallbacks = asked = 0
-    for _ in range(40):
-        layouts = [random_layout(rng) for _ in range(rng.integers(1, 5))]
-        for layout, output in zip(layouts, tight.ask(layouts, timeout_s=3.0), strict=True):
-            asked += 1
-            audit = tight.audit(output)
-            if audit.get("fallback"):
-                # The spans of a whole batch need not fit at once: said, and right all the same.
-                fallbacks += 1
-                layout = layout_from_tokens(layout.token_ids, (), BLOCK)
-            assert tight.error(layout, output) <= TOLERANCE, (layout.spans, audit)
-            spans_used += audit.get("moved_tokens", 0) > 0
-    assert asked >= 80 and spans_used >= 20 and fallbacks < asked / 4
-    assert free_blocks(tight) == free
-
-
-def test_preempted_requests_go_on_as_before(tight: Served) -> None:
-    """Answers so long that not all fit: vLLM preempts, frees and resumes requests with spans.
-
-    A resumed request whose first span is gone has nobody to prepare it again: it must say so.
-    """
-    layouts = [make([i % 4, (i + 1) % 4], tail=17 + i, seed=5) for i in range(4)]
-
-    def generate(group: list[SpanLayout]) -> list[list[int] | None]:
-        for layout in group:
-            for stage in prepare_stages(layout):
-                tight._generate(stage, 0, 30.0)
-        params = [
-            SamplingParams(
-                max_tokens=180,
-                temperature=0,
-                ignore_eos=True,
-                detokenize=False,
-                extra_args={"kv_transfer_params": to_params(layout, 1.0)},
-            )
-            for layout in group
-        ]
-        prompts = [{"prompt_token_ids": layout.token_ids.tolist()} for layout in group]
-        outputs = tight.llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
-        return [
-            None if tight.audit(output)["fallback"] else list(output.outputs[0].token_ids)
-            for output in outputs
-        ]
-
-    scheduler = tight.llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
-    preempted = []
-    original = scheduler._preempt_request
-
-    def count(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return original(request, *args, **kwargs)
-
-    scheduler._preempt_request = count
-    try:
-        together = generate(layouts)
-    finally:
-        scheduler._preempt_request = original
-    alone = [generate([layout])[0] for layout in layouts]
-    assert None not in alone
-    whole = [(a, b) for a, b in zip(together, alone, strict=True) if a is not None]
-    assert len(preempted) > 4 - len(whole)  # some were preempted and went on with their spans
-    # A near tie may fall either way in another batch, so one answer may part from its twin late.
-    agreed = sorted(
-        next((i for i in range(180) if a[i] != b[i]), 180)  # type: ignore[index]
-        for a, b in whole
-    )
-    assert agreed[0] >= 20 and agreed[1:] == [180] * (len(whole) - 1), agreed
-
-
-def test_aborted_requests_leave_nothing_behind(tight: Served) -> None:
-    rng = np.random.default_rng(9)
-    engine = tight.llm.llm_engine
-    free = free_blocks(tight)
-    for i in range(30):
-        layout = random_layout(rng)
-        names = []
-        for j, part in enumerate([p for s in prepare_stages(layout) for p in s] + [layout]):
-            names.append(f"abort-{i}-{j}")
-            engine.add_request(
-                names[-1],
-                {"prompt_token_ids": part.token_ids.tolist()},
-                SamplingParams(
-                    max_tokens=20, temperature=0, ignore_eos=True, detokenize=False,
-                    extra_args={"kv_transfer_params": to_params(part) or None},
-                ),
-            )  # fmt: skip
-        for _ in range(int(rng.integers(0, 6))):
-            engine.step()
-        engine.abort_request(names)
-        while engine.has_unfinished_requests():
-            engine.step()
-    engine.step()
-    assert free_blocks(tight) == free
-    layout = make([1, 0, 2], seed=3)
-    (output,) = tight.ask([layout])
-    assert tight.error(layout, output) <= TOLERANCE
+from kvspan.vllm.scheduling import PlacedSpan, Row, SpanRequest, SpanScheduler
+from kvspan.vllm.support import no_rows, refusal, rotary
 
 
 def test_control_moves_without_rotation(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     move = BlockMover.move
     monkeypatch.setattr(
-        BlockMover, "move", lambda self, moves: move(self, [(s, d, 0) for s, d, _ in moves])
+        BlockMover,
+        "move",
+        lambda self, moves, *layer: move(self, [(s, d, 0) for s, d, _ in moves], *layer),
     )
     layout = make([3, 0, 1], seed=51)
     (output,) = served.ask([layout])
@@ -202,6 +100,233 @@ def test_control_merged_domains(served: Served, monkeypatch: pytest.MonkeyPatch)
     (output,) = served.ask([ordinary])
     assert served.error(ordinary, output) > 100 * TOLERANCE
     assert served.llm.llm_engine.reset_prefix_cache()
+
+
+def test_control_recomputed_source(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guarded twin is above: a span that was once written, and is about to be again."""
+    served.ask([make([2, 1], seed=64)])
+    assert served.llm.llm_engine.reset_prefix_cache()
+    monkeypatch.setattr(SpanScheduler, "forget_unwritten", lambda *args: None)
+    assert max(_same_step(served, seed=64)) > 100 * TOLERANCE
+    assert served.llm.llm_engine.reset_prefix_cache()
+
+
+def _moved_into_each_other(served: Served, seed: int) -> float:
+    """Error of a request whose sources vLLM hands out as its destinations, one place further on."""
+    moves = []
+    move = BlockMover.move
+
+    def record(self: BlockMover, batch: list[tuple[int, int, int]], *layer: str) -> None:
+        moves.append(batch)
+        move(self, batch, *layer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockMover, "move", record)
+        served.ask([make([2, 0, 3], seed=seed)])
+        sources = [src for src, _, _ in moves.pop()]
+        sources = sources[1:] + sources[:1]  # of document 3, then of document 0
+        pool = scheduler_of(served).kv_cache_manager.block_pool
+        blocks = [pool.blocks[block_id] for block_id in sources]
+        for block in blocks:
+            pool.free_block_queue.remove(block)
+        pool.free_block_queue.prepend_n([*blocks[1:], blocks[0]])
+        layout = make([2, 3, 0], seed=seed)
+        (output,) = served.ask([layout], prepare=False)
+        (batch,) = moves
+        assert len({src for src, _, _ in batch} & {dst for _, dst, _ in batch}) == len(blocks)
+    return served.error(layout, output)
+
+
+def test_sources_that_become_destinations(served: Served) -> None:
+    assert _moved_into_each_other(served, seed=52) <= TOLERANCE
+
+
+def test_control_moves_one_after_the_other(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    move = BlockMover.move
+    monkeypatch.setattr(
+        BlockMover, "move", lambda self, moves, *layer: [move(self, [m], *layer) for m in moves]
+    )
+    assert _moved_into_each_other(served, seed=53) > 100 * TOLERANCE
+
+
+def test_only_what_was_computed_is_a_source(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every key is rotated once from where it was computed, however often its span moves on."""
+    assert served.llm.llm_engine.reset_prefix_cache()
+    moves: list[tuple[int, int, int]] = []
+    move = BlockMover.move
+
+    def record(self: BlockMover, batch: list[tuple[int, int, int]], *layer: str) -> None:
+        moves.extend(batch)
+        move(self, batch, *layer)
+
+    monkeypatch.setattr(BlockMover, "move", record)
+    for i in range(6):
+        order = [(i + j) % 4 for j in range(4)]
+        (output,) = served.ask([make(order, seed=54, question=i)])
+        assert served.error(make(order, seed=54, question=i), output) <= TOLERANCE
+    # The pool has room for all of it, so no block has been two things.
+    assert not {src for src, _, _ in moves} & {dst for _, dst, _ in moves}
+    assert len({src for src, _, _ in moves}) < len(moves) / 2
+
+
+def _cut_span(served: Served, monkeypatch: pytest.MonkeyPatch, seed: int) -> float:
+    """Error of a request that computes its spans itself, in chunks that cut them."""
+    monkeypatch.setattr(scheduler_of(served), "max_num_scheduled_tokens", 90)
+    layout = make([1, 3, 2], seed=seed)
+    (output,) = served.ask([layout], prepare=False, timeout_s=0)
+    assert served.audit(output)["computed_tokens"] == 6 * BLOCK
+    return served.error(layout, output)
+
+
+def test_span_cut_by_a_chunk(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _cut_span(served, monkeypatch, seed=55) <= TOLERANCE
+
+
+def test_control_row_from_the_chunk_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that does not begin at its span's first block sees too little."""
+    rows = SpanRequest.rows
+
+    def from_the_chunk_on(self: SpanRequest, *args) -> list[Row]:
+        out = []
+        for row in rows(self, *args):
+            before = row.seq_len // BLOCK - len(row.prefix) - -(-row.num_tokens // BLOCK)
+            cut = before if row.first_block else 0
+            out.append(
+                Row(row.num_tokens, row.seq_len - cut * BLOCK, row.prefix, row.first_block + cut)
+            )
+        return out
+
+    monkeypatch.setattr(SpanRequest, "rows", from_the_chunk_on)
+    assert _cut_span(served, monkeypatch, seed=56) > 100 * TOLERANCE
+    assert served.llm.llm_engine.reset_prefix_cache()
+
+
+def _several_at_once(served: Served, seed: int) -> tuple[Verdict, int]:
+    """What becomes of requests that compute spans in one step with others; most plans of a step."""
+    asks = [
+        Ask(make([1, 2], seed=seed), prepare=False, timeout_s=0, max_tokens=3),
+        Ask(make([2, 1], seed=100 + seed), prepare=False, timeout_s=0, max_tokens=5),
+        Ask(layout_from_tokens(make([2, 0], seed=seed).token_ids, (), BLOCK), max_tokens=4),
+        Ask(make([3, 0], "isolated", seed=seed), prepare=False, timeout_s=0),
+        Ask(make([0, 3], seed=seed), prepare=False, timeout_s=0, placement="parallel"),
+    ]
+    most, verdict = 0, Verdict()
+    apply = connector_module.apply
+
+    def record(plan: attention.StepPlan, *args) -> None:
+        nonlocal most
+        most = max(most, len(plan.rows))
+        apply(plan, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connector_module, "apply", record)
+        for ask, output in zip(asks, run(served, asks), strict=True):
+            assert output is not None
+            judge(served, ask, output, verdict)
+    return verdict, most
+
+
+def test_rows_of_several_requests_in_one_step(served: Served) -> None:
+    verdict, most = _several_at_once(served, seed=57)
+    assert most >= 4 and not verdict.wrong and verdict.max_error <= TOLERANCE
+
+
+def test_control_rows_of_another_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    split = attention._split
+
+    def exchanged(rows, *args):
+        alike = [block for block, own in rows.items() if sum(r.num_tokens for r in own) == 265]
+        if len(alike) == 2:
+            a, b = alike
+            rows = {**rows, a: rows[b], b: rows[a]}
+        return split(rows, *args)
+
+    monkeypatch.setattr(attention, "_split", exchanged)
+    verdict, _ = _several_at_once(served, seed=58)
+    assert verdict.max_error > 100 * TOLERANCE
+    assert served.llm.llm_engine.reset_prefix_cache()
+
+
+def test_control_anchor_is_not_moved(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A span that is computed where it stands must see the anchor as near as where it belongs."""
+    move = BlockMover.move
+
+    def still(self: BlockMover, moves: list[tuple[int, int, int]], *layer: str) -> None:
+        move(self, [(src, dst, 0 if layer else delta) for src, dst, delta in moves], *layer)
+
+    layout = make([3, 2, 0], seed=59)
+    (output,) = served.ask([layout], prepare=False, timeout_s=0)
+    assert served.error(layout, output) <= TOLERANCE
+    assert served.llm.llm_engine.reset_prefix_cache()
+    monkeypatch.setattr(BlockMover, "move", still)
+    (output,) = served.ask([layout], prepare=False, timeout_s=0)
+    assert served.error(layout, output) > 10 * TOLERANCE
+    assert served.llm.llm_engine.reset_prefix_cache()
+
+
+def test_decode_steps_are_vllms_own(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full CUDA graph would not see the metadata; it must be able to serve these steps."""
+    planned = []
+    apply = connector_module.apply
+
+    def record(plan: attention.StepPlan, *args) -> None:
+        planned.append(plan)
+        apply(plan, *args)
+
+    monkeypatch.setattr(connector_module, "apply", record)
+    ask = Ask(make([0, 1, 2], seed=65), max_tokens=8)
+    (output,) = run(served, [ask])
+    assert output is not None and not planned  # prepared: no step at all
+    ask = Ask(make([2, 1, 3], seed=65), max_tokens=8, prepare=False, timeout_s=0)
+    (output,) = run(served, [ask])
+    assert output is not None and len(planned) == 1  # the prefill
+
+
+def test_graphs_and_gpus_are_refused_rows(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = served.llm.llm_engine.vllm_config
+    assert no_rows(config) == ""
+    monkeypatch.setattr(config.parallel_config, "enable_dbo", True)
+    assert "overlap" in no_rows(config)
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
+    assert "GPU" in no_rows(config)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 4.0},
+        {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 512,
+        },
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)  # fmt: skip
+def test_frequencies_are_the_models_own_in_float32(scaling: dict[str, object]) -> None:
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=4, rope_parameters={"rope_theta": 50_000.0, **scaling}
+    )
+    inv_freq, is_neox = rotary(config, 32)
+    assert is_neox and inv_freq.dtype == torch.float32
+    assert torch.equal(inv_freq, LlamaRotaryEmbedding(config).inv_freq)
+
+
+def test_frequencies_that_differ_between_layers_are_refused() -> None:
+    with pytest.raises(UsageError, match="no single set of rotary frequencies"):
+        rotary(Gemma3TextConfig(), 256)
+
+
+def test_zeroed_blocks_are_refused(served: Served) -> None:
+    cache_config = _connector(served)._kv_cache_config
+    fake = SimpleNamespace(
+        kv_cache_groups=cache_config.kv_cache_groups, needs_kv_cache_zeroing=True
+    )
+    config = served.llm.llm_engine.vllm_config
+    assert refusal(config, cache_config, "") == ""
+    assert "zeroed" in refusal(config, fake, "")  # type: ignore[arg-type]
 
 
 class _Everything(set):

@@ -54,6 +54,8 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, no_rows: st
         return f"a KV cache of {spec.dtype}"
     if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
         return f"kv_cache_dtype {cache.cache_dtype}"
+    if kv_cache_config.needs_kv_cache_zeroing:
+        return "blocks are zeroed before they are used again, which a source might be"
     if spec.block_size != cache.block_size:
         return f"blocks of {spec.block_size} tokens under hashes of {cache.block_size}"
     if parallel.pipeline_parallel_size > 1:
