@@ -131,19 +131,25 @@ class Bm25:
             if report and number % 1000 == 0:
                 report(number, len(texts))
             counted.append(words(text))
+        if not any(counted):  # nothing but punctuation, which bm25s cannot index
+            return cls(None)
         model.index(counted, show_progress=False)
         return cls(model)
 
     def save(self, folder: Path) -> None:
-        self._model.save(str(folder), show_progress=False)
+        folder.mkdir()
+        if self._model is not None:
+            self._model.save(str(folder), show_progress=False)
 
     @classmethod
     def load(cls, folder: Path) -> Bm25:
+        if not any(folder.iterdir()):
+            return cls(None)
         return cls(_bm25s().BM25.load(str(folder), show_progress=False))
 
     def search(self, query: str, limit: int) -> list[tuple[int, float]]:
         """(place, score) of texts that share a word with the query, the best one first."""
-        known = self._model.vocab_dict
+        known = self._model.vocab_dict if self._model is not None else {}
         asked = [word for word in query_words(query) if word in known]
         if not asked:
             return []
