@@ -10,6 +10,7 @@ evaluation and RL runs that have to account for every approximation. The keys:
     reordered                           {path, order} of each plus in the prompt that was sorted
     approximated                        notes: what does not equal an ordinary full-attention run
     reused_tokens, moved_tokens, prepared_tokens, computed_tokens, usage, timings, finish_reason
+    answers, answer_tokens, answer_reused_tokens, kept_tokens    see `kvspan.engine.Reuse`
     answer_sha256                       of the text that came back
     error                               instead of all from reused_tokens on, if it failed
 """
@@ -100,6 +101,10 @@ class AuditLog:
                 "prepared_tokens": reuse.prepared_tokens,
                 "computed_tokens": reuse.computed_tokens,
                 "span_hits": reuse.span_hits,
+                "answers": reuse.answers,
+                "answer_tokens": reuse.answer_tokens,
+                "answer_reused_tokens": reuse.answer_reused_tokens,
+                "kept_tokens": reuse.kept_tokens,
                 "usage": asdict(result.usage),
                 "timings": asdict(result.timings),
                 "finish_reason": result.finish_reason,
@@ -115,6 +120,8 @@ def _approximations(record: dict[str, Any], result: GenerateResult) -> list[str]
         found.append(f"span tokens attend in scope {record['scope']}")
         if record["placement"] == "parallel":
             found.append("spans share their positions (placement parallel)")
+    if result.reuse.answers:
+        found.append("inner answers are read as they were generated")
     if record["reordered"]:
         found.append("spans reordered by content")
     if record["nested"] == "whole":
