@@ -55,6 +55,10 @@ def test_one_record_per_request_says_what_was_done() -> None:
         "span_hits": 0,
         "usage": {"prompt_tokens": 4, "completion_tokens": 8, "cached_tokens": 2},
         "finish_reason": "stop",
+        "answers": 0,
+        "answer_tokens": 0,
+        "answer_reused_tokens": 0,
+        "kept_tokens": 0,
         "answer_sha256": hashlib.sha256(result.answers[0].encode()).hexdigest(),
     }
     assert "tenant" not in json.dumps(record)  # whose cache it was is not for the record
