@@ -1,0 +1,92 @@
+"""Memory in pages of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+
+def as_bytes(buffer: Any, name: str, *, writable: bool = False) -> Bytes:
+    """A view of a buffer's bytes (anything with the buffer protocol, C-contiguous).
+
+    Raises:
+        TypeError: if it is no such buffer.
+        ValueError: if it should be writable and is not.
+    """
+    try:
+        view = memoryview(buffer)
+        if view.nbytes == 0:
+            return np.empty(0, np.uint8)
+        view = view.cast("B")
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: expected a contiguous buffer of bytes: {error}") from None
+    if writable and view.readonly:
+        raise ValueError(f"{name}: expected a writable buffer, got a read-only one")
+    return np.frombuffer(view, np.uint8)
+
+
+def copy_bytes(src: Sequence[Bytes], dst: Sequence[Bytes]) -> None:
+    """Copies bytes between two lists of pieces, together of one length, cut anywhere."""
+    targets = iter(dst)
+    target = np.empty(0, np.uint8)
+    for piece in src:
+        while len(piece):
+            while not len(target):
+                target = next(targets)
+            count = min(len(piece), len(target))
+            np.copyto(target[:count], piece[:count])
+            piece, target = piece[count:], target[count:]
+
+
+class PagePool:
+    """Pages of one piece of memory. Not thread-safe but for the pages' content.
+
+    Args:
+        memory: bytes; what is left behind the last whole page is not used.
+        page_bytes: 1 or more.
+    """
+
+    def __init__(self, memory: Bytes, page_bytes: int) -> None:
+        self._memory = memory
+        self.page_bytes = page_bytes
+        self.num_pages = len(memory) // page_bytes
+        self._free = list(range(self.num_pages - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Pages that are free."""
+        return len(self._free)
+
+    def pages_for(self, nbytes: int) -> int:
+        """How many pages hold ``nbytes``."""
+        return -(-nbytes // self.page_bytes)
+
+    def take(self, count: int) -> list[int]:
+        """Takes ``count`` pages, in rising order; there must be as many free ones."""
+        pages = sorted(self._free[len(self._free) - count :])
+        del self._free[len(self._free) - count :]
+        return pages
+
+    def give_back(self, pages: list[int]) -> None:
+        """Frees pages."""
+        self._free.extend(reversed(pages))
+
+    def pieces(self, pages: list[int], nbytes: int) -> list[Bytes]:
+        """The first ``nbytes`` of the pages, those that lie side by side as one piece."""
+        pieces: list[Bytes] = []
+        at = 0
+        while at < len(pages):
+            end = at + 1
+            while end < len(pages) and pages[end] == pages[end - 1] + 1:
+                end += 1
+            start = pages[at] * self.page_bytes
+            count = min((end - at) * self.page_bytes, nbytes)
+            pieces.append(self._memory[start : start + count])
+            nbytes -= count
+            at = end
+        return pieces

@@ -1,0 +1,522 @@
+"""The store itself; :mod:`kvspan.host` tells how it is used."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from kvspan.host.disk import DiskLevel
+from kvspan.host.eviction import EvictionOrder
+from kvspan.host.pages import Bytes, PagePool, as_bytes, copy_bytes
+from kvspan.host.stats import HostStats, LevelStats
+
+_MAX_KEY_BYTES = 96  # twice as many letters must fit a file's name
+
+
+@dataclass(eq=False)
+class _Entry:
+    key: bytes
+    kind: str
+    nbytes: int
+    cost: float
+    pages: list[int]
+    pins: int = 0
+    uses: int = 1
+    removed: bool = field(default=False)
+
+
+class View:
+    """An entry in place, pinned until :meth:`release` or the end of ``with``.
+
+    Attributes:
+        pages: read-only arrays of bytes; together they are the entry, in order.
+    """
+
+    def __init__(self, tier: HostTier, entry: _Entry, pages: list[Bytes]) -> None:
+        self._tier = tier
+        self._entry: _Entry | None = entry
+        self.pages = pages
+        for page in pages:
+            page.flags.writeable = False
+
+    @property
+    def nbytes(self) -> int:
+        """The entry's length."""
+        return sum(map(len, self.pages))
+
+    def release(self) -> None:
+        """Takes the pin off, once; ``pages`` must not be used afterwards."""
+        entry, self._entry = self._entry, None
+        if entry:
+            self._tier._unpin(entry)
+
+    def __enter__(self) -> View:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Reservation:
+    """Memory of an entry to be. As a context manager it commits, or aborts on an exception.
+
+    Attributes:
+        pages: writable arrays of bytes, together as long as was asked for.
+    """
+
+    def __init__(self, tier: HostTier, entry: _Entry, pages: list[Bytes], to_disk: bool) -> None:
+        self._tier = tier
+        self._entry: _Entry | None = entry
+        self._to_disk = to_disk
+        self.pages = pages
+
+    def commit(self) -> None:
+        """The pages are written: the entry can be found."""
+        entry, self._entry = self._entry, None
+        if entry:
+            self._tier._commit(entry, self._to_disk)
+
+    def abort(self) -> None:
+        """Gives the pages back; the entry never was."""
+        entry, self._entry = self._entry, None
+        if entry:
+            self._tier._abort(entry)
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.commit() if kind is None else self.abort()
+
+
+class HostTier:
+    """Bytes by key, in memory and perhaps on disk; see :mod:`kvspan.host`.
+
+    Args:
+        memory_bytes: the memory to use; of the given one, if any, the first part.
+        page_bytes: an entry takes whole pages.
+        memory: a writable buffer of at least ``memory_bytes``, page-locked for instance; it must
+            outlive the tier. Else the tier allocates its own, which the system provides page by
+            page as it is first written.
+        disk: the disk level; the tier closes it.
+        max_pending_bytes: entries that wait to be written to disk hold their memory; beyond this
+            many bytes new ones stay in memory only. None: a quarter of the memory.
+
+    Raises:
+        ValueError: for sizes that cannot be used.
+        TypeError: if ``memory`` is no contiguous buffer.
+    """
+
+    def __init__(
+        self,
+        memory_bytes: int,
+        *,
+        page_bytes: int = 1 << 16,
+        memory: Any = None,
+        disk: DiskLevel | None = None,
+        max_pending_bytes: int | None = None,
+    ) -> None:
+        if page_bytes < 1:
+            raise ValueError(f"page_bytes: expected 1 or more, got {page_bytes}")
+        if memory_bytes < page_bytes:
+            raise ValueError(
+                f"memory_bytes: expected at least one page of {page_bytes}, got {memory_bytes}"
+            )
+        if memory is None:
+            arena = np.empty(memory_bytes, np.uint8)
+        else:
+            arena = as_bytes(memory, "memory", writable=True)
+            if len(arena) < memory_bytes:
+                raise ValueError(
+                    f"memory: expected at least {memory_bytes} bytes, got {len(arena)}"
+                )
+        self._pool = PagePool(arena[:memory_bytes], page_bytes)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # of _pending_bytes and _loading
+        self._entries: dict[bytes, _Entry] = {}
+        self._reserved: set[bytes] = set()
+        self._loading: set[bytes] = set()  # from the disk
+        self._order = EvictionOrder()  # of what is not pinned
+        self._evictable_pages = 0
+        self._stats = LevelStats(budget=self._pool.num_pages * page_bytes)
+        self._misses = 0
+        self._refusals: Counter[str] = Counter()
+        self._closed = False
+        self._disk = disk
+        self._max_pending_bytes = (
+            memory_bytes // 4 if max_pending_bytes is None else max_pending_bytes
+        )
+        self._pending_bytes = 0
+        self._to_write: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._writer: threading.Thread | None = None
+        if disk and not disk.read_only:
+            self._writer = threading.Thread(
+                target=self._write_entries, name="kvspan-host-disk", daemon=True
+            )
+            self._writer.start()
+
+    def put(self, key: bytes, parts: Any, *, cost: float, kind: str = "span") -> bool:
+        """Stores a copy of the parts, one after the other, under a key.
+
+        Args:
+            key: 1 to 96 bytes. What is stored under it already stays.
+            parts: a buffer or a sequence of buffers (C-contiguous), not empty.
+            cost: FLOPs that a hit saves, >= 0.
+            kind: what it is, for the statistics.
+
+        Returns:
+            Whether it can be found now; False if it was refused.
+
+        Raises:
+            ValueError, TypeError: for arguments that cannot be used, or a tier that is closed.
+        """
+        pieces = _pieces(parts, "parts")
+        if self._in_memory(key):
+            return True
+        reservation = self.reserve(key, sum(map(len, pieces)), cost=cost, kind=kind)
+        if reservation is None:
+            return False
+        with reservation:
+            copy_bytes(pieces, reservation.pages)
+        return True
+
+    def reserve(
+        self, key: bytes, nbytes: int, *, cost: float, kind: str = "span"
+    ) -> Reservation | None:
+        """Memory for an entry that the caller writes; evicts what it must.
+
+        Args:
+            key: as for :meth:`put`.
+            nbytes: the entry's length, 1 or more.
+            cost: as for :meth:`put`.
+            kind: as for :meth:`put`.
+
+        Returns:
+            None if it is refused: ``exists`` (stored already, or reserved by another), ``too
+            large`` for the memory, or ``pinned``: what could be evicted does not suffice.
+
+        Raises:
+            ValueError: for arguments that cannot be used, or a tier that is closed.
+        """
+        if not 0 < len(key) <= _MAX_KEY_BYTES:
+            raise ValueError(f"key: expected 1 to {_MAX_KEY_BYTES} bytes, got {len(key)}")
+        if nbytes < 1:
+            raise ValueError(f"nbytes: expected 1 or more, got {nbytes}")
+        if not (math.isfinite(cost) and cost >= 0):
+            raise ValueError(f"cost: expected a number >= 0, got {cost}")
+        return self._reserve(key, nbytes, cost, kind, to_disk=True)
+
+    def get(self, key: bytes, out: Any) -> bool:
+        """Copies an entry into buffers.
+
+        Args:
+            key: an entry's.
+            out: a writable buffer or a sequence of them (C-contiguous), together as long as the
+                entry; undefined afterwards if the answer is False.
+
+        Returns:
+            Whether it was there.
+
+        Raises:
+            ValueError: if ``out`` has another length, or the tier is closed.
+            TypeError: if it is no contiguous buffer.
+        """
+        pieces = _pieces(out, "out", writable=True)
+        size = sum(map(len, pieces))
+        nbytes = self.nbytes(key)
+        if nbytes not in (None, size):
+            raise ValueError(f"out: expected {nbytes} bytes, got {size}")
+        entry = self._find(key)
+        if entry:
+            with self._view(entry) as view:
+                copy_bytes(view.pages, pieces)
+            return True
+        # Of what memory has no room for.
+        found = nbytes is not None and self._disk is not None and self._disk.read(key, pieces)
+        with self._lock:
+            self._misses += not found
+        return found
+
+    def view(self, key: bytes) -> View | None:
+        """An entry in place, brought into memory from the disk if that is where it is.
+
+        Returns:
+            None if it is not there, or on disk and there is no memory for it.
+
+        Raises:
+            ValueError: if the tier is closed.
+        """
+        entry = self._find(key)
+        if entry is None:
+            with self._lock:
+                self._misses += 1
+            return None
+        return self._view(entry)
+
+    def contains(self, key: bytes) -> bool:
+        """Whether an entry is in memory or on disk."""
+        return self.nbytes(key) is not None
+
+    def nbytes(self, key: bytes) -> int | None:
+        """An entry's length; None if it is not there."""
+        with self._lock:
+            self._check_open()
+            entry = self._entries.get(key)
+            if entry:
+                return entry.nbytes
+        return self._disk.nbytes(key) if self._disk else None
+
+    def pin(self, key: bytes) -> bool:
+        """Keeps an entry in memory (brings it there first) until as many :meth:`unpin`.
+
+        Returns:
+            False if it is not there.
+        """
+        view = self.view(key)
+        if view is None:
+            return False
+        view._entry = None  # the pin is the caller's now
+        return True
+
+    def unpin(self, key: bytes) -> None:
+        """Takes one pin off.
+
+        Raises:
+            ValueError: if the entry is not there or not pinned.
+        """
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None or entry.pins == 0:
+                raise ValueError(f"key: expected a pinned entry, got {key.hex()}")
+            self._unpin_locked(entry)
+
+    def remove(self, key: bytes) -> None:
+        """Removes an entry from every level, if it is there."""
+        with self._lock:
+            self._check_open()
+            entry = self._entries.pop(key, None)
+            if entry:
+                entry.removed = True
+                if entry.pins == 0:
+                    self._order.discard(key)
+                    self._evictable_pages -= len(entry.pages)
+                    self._pool.give_back(entry.pages)
+        if self._disk:
+            self._disk.remove(key)
+
+    def flush(self) -> None:
+        """Returns once all that was stored before is on disk, or refused there."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending_bytes == 0)
+
+    def stats(self) -> HostStats:
+        """A snapshot."""
+        with self._lock:
+            by_kind: Counter[str] = Counter()
+            num_pages = 0
+            for entry in self._entries.values():
+                by_kind[entry.kind] += entry.nbytes
+                num_pages += len(entry.pages)
+            memory = LevelStats(**vars(self._stats))
+            memory.entries, memory.by_kind = len(self._entries), by_kind
+            memory.bytes = num_pages * self._pool.page_bytes
+            misses, refusals = self._misses, Counter(self._refusals)
+        return HostStats(
+            memory=memory,
+            disk=self._disk.stats() if self._disk else None,
+            misses=misses,
+            refusals=refusals,
+            ignored=self._disk.ignored() if self._disk else {},
+        )
+
+    def close(self) -> None:
+        """Writes what waits for the disk, and closes; a second call does nothing.
+
+        Views and reservations that are still out stay valid as memory, and no more than that.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._writer:
+            self._to_write.put(None)
+            self._writer.join()
+        if self._disk:
+            self._disk.close()
+
+    def __contains__(self, key: bytes) -> bool:
+        return self.contains(key)
+
+    def __enter__(self) -> HostTier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _in_memory(self, key: bytes) -> bool:
+        with self._lock:
+            self._check_open()
+            return key in self._entries
+
+    def _reserve(
+        self, key: bytes, nbytes: int, cost: float, kind: str, *, to_disk: bool
+    ) -> Reservation | None:
+        count = self._pool.pages_for(nbytes)
+        with self._lock:
+            self._check_open()
+            if key in self._entries or key in self._reserved:
+                self._refuse("exists")
+                return None
+            if count > self._pool.num_pages:
+                self._refuse("too large")
+                return None
+            if count > self._pool.num_free + self._evictable_pages:
+                self._refuse("pinned")
+                return None
+            while count > self._pool.num_free:
+                self._evict()
+            self._reserved.add(key)
+            entry = _Entry(key, kind, nbytes, cost, self._pool.take(count), pins=1)
+        return Reservation(self, entry, self._pool.pieces(entry.pages, nbytes), to_disk)
+
+    def _find(self, key: bytes) -> _Entry | None:
+        """An entry, pinned, from the disk if need be; None also where memory has no room for it."""
+        with self._lock:
+            self._check_open()
+            self._changed.wait_for(lambda: key not in self._loading)
+            entry = self._entries.get(key)
+            if entry:
+                self._stats.hits += 1
+                entry.uses += 1
+                self._pin(entry)
+                return entry
+            if self._disk is None:
+                return None
+            self._loading.add(key)
+        try:
+            return self._load(key, self._disk)
+        finally:
+            with self._lock:
+                self._loading.discard(key)
+                self._changed.notify_all()
+
+    def _load(self, key: bytes, disk: DiskLevel) -> _Entry | None:
+        described = disk.describe(key)
+        if described is None:
+            return None
+        reservation = self._reserve(key, *described, to_disk=False)
+        entry = reservation._entry if reservation else None
+        if reservation is None or entry is None:
+            return None
+        try:
+            found = disk.read(key, reservation.pages)
+        except BaseException:
+            reservation.abort()
+            raise
+        if not found:
+            reservation.abort()
+            return None
+        with self._lock:
+            entry.pins += 1
+        reservation.commit()
+        return entry
+
+    def _view(self, entry: _Entry) -> View:
+        return View(self, entry, self._pool.pieces(entry.pages, entry.nbytes))
+
+    # With the lock held.
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this host tier is closed")
+
+    def _refuse(self, reason: str) -> None:
+        self._refusals[reason] += 1
+
+    def _evict(self) -> None:
+        key = self._order.pop()
+        assert key is not None, "fewer pages can be evicted than were counted"
+        entry = self._entries.pop(key)
+        self._evictable_pages -= len(entry.pages)
+        self._pool.give_back(entry.pages)
+        self._stats.evictions += 1
+
+    def _pin(self, entry: _Entry) -> None:
+        if entry.pins == 0:
+            self._order.discard(entry.key)
+            self._evictable_pages -= len(entry.pages)
+        entry.pins += 1
+
+    def _unpin_locked(self, entry: _Entry) -> None:
+        entry.pins -= 1
+        if entry.pins > 0:
+            return
+        if entry.removed:
+            self._pool.give_back(entry.pages)
+            return
+        size = len(entry.pages) * self._pool.page_bytes
+        self._order.push(entry.key, entry.uses * entry.cost / size)
+        self._evictable_pages += len(entry.pages)
+
+    # Without it.
+
+    def _unpin(self, entry: _Entry) -> None:
+        with self._lock:
+            self._unpin_locked(entry)
+
+    def _commit(self, entry: _Entry, to_disk: bool) -> None:
+        with self._lock:
+            self._reserved.discard(entry.key)
+            self._entries[entry.key] = entry
+            self._stats.stores += 1
+            if to_disk and self._writer and not self._closed:
+                if self._pending_bytes + entry.nbytes <= self._max_pending_bytes:
+                    self._pending_bytes += entry.nbytes
+                    self._to_write.put(entry)
+                    return  # the reservation's pin goes to the writer
+                self._refuse("disk: too much waits")
+            self._unpin_locked(entry)
+
+    def _abort(self, entry: _Entry) -> None:
+        with self._lock:
+            self._reserved.discard(entry.key)
+            self._pool.give_back(entry.pages)
+
+    def _write_entries(self) -> None:
+        assert self._disk is not None
+        while entry := self._to_write.get():
+            why = None
+            if not entry.removed:
+                pieces = self._pool.pieces(entry.pages, entry.nbytes)
+                why = self._disk.write(entry.key, pieces, entry.cost, entry.kind)
+            with self._changed:
+                removed = entry.removed
+                if why:
+                    self._refuse(why)
+                self._pending_bytes -= entry.nbytes
+                self._unpin_locked(entry)
+                if self._pending_bytes == 0:
+                    self._changed.notify_all()
+            if removed:  # while it was written
+                self._disk.remove(entry.key)
+
+
+def _pieces(buffers: Any, name: str, *, writable: bool = False) -> list[Bytes]:
+    if isinstance(buffers, Sequence) and not isinstance(buffers, (bytes, bytearray, memoryview)):
+        return [
+            as_bytes(buffer, f"{name}[{i}]", writable=writable) for i, buffer in enumerate(buffers)
+        ]
+    return [as_bytes(buffers, name, writable=writable)]
