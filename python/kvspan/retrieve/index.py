@@ -279,10 +279,7 @@ def _keep(index: Index, place: Path, key: str, notes: list[str], replace: bool) 
         finally:
             shutil.rmtree(work, ignore_errors=True)
         index.folder = place / key
-        for old in place.iterdir():
-            left = old.name.startswith(_NEW) and time.time() - old.stat().st_mtime < _LEFT_SECONDS
-            if old.name != key and not left:
-                _remove(old)
+        _tidy(place, key)
     except OSError as error:
         notes.append(f"the index is not kept: {place}: {error.strerror or error}")
 
@@ -307,9 +304,22 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+def _tidy(place: Path, key: str) -> None:
+    """Put away indexes that have been replaced, and what killed processes have left."""
+    for old in place.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process tidies up too
+            at_work = (
+                old.name.startswith(_NEW) and time.time() - old.stat().st_mtime < _LEFT_SECONDS
+            )
+            if old.name != key and not at_work:
+                _remove(old)
+
+
 def _remove(folder: Path) -> None:
     """Out of the way in one step, for other processes, then gone."""
     with contextlib.suppress(OSError):
         away = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder.parent))
-        folder.rename(away / folder.name)
-        shutil.rmtree(away, ignore_errors=True)
+        try:
+            folder.rename(away / folder.name)
+        finally:
+            shutil.rmtree(away, ignore_errors=True)
