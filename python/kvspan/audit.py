@@ -11,6 +11,7 @@ evaluation and RL runs that have to account for every approximation. The keys:
     approximated                        notes: what does not equal an ordinary full-attention run
     reused_tokens, moved_tokens, prepared_tokens, computed_tokens, usage, timings, finish_reason
     answers, answer_tokens, answer_reused_tokens, kept_tokens    see `kvspan.engine.Reuse`
+    replay                              on hybrid models: policy, tokens and bound per group, bytes
     answer_sha256                       of the text that came back
     error                               instead of all from reused_tokens on, if it failed
 """
@@ -107,6 +108,7 @@ class AuditLog:
                 "kept_tokens": reuse.kept_tokens,
                 "usage": asdict(result.usage),
                 "timings": asdict(result.timings),
+                "replay": reuse.replay,
                 "finish_reason": result.finish_reason,
                 "answer_sha256": hashlib.sha256(result.text.encode()).hexdigest(),
             }

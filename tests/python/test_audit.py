@@ -54,6 +54,7 @@ def test_one_record_per_request_says_what_was_done() -> None:
         "computed_tokens": 0,
         "span_hits": 0,
         "usage": {"prompt_tokens": 4, "completion_tokens": 8, "cached_tokens": 2},
+        "replay": None,
         "finish_reason": "stop",
         "answers": 0,
         "answer_tokens": 0,

@@ -258,22 +258,22 @@ def _convert(gguf: Path, target: Path, report: Progress) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from kvspan.engine.loading import _quiet
+    from kvspan.engine.loading import quiet
 
     phase = "demo model: convert, this once"
     # transformers draws one more bar past its own switch for bars, hence the redirection.
     report(phase, 0, 3)
-    with _quiet(), contextlib.redirect_stderr(io.StringIO()):
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         tokenizer.save_pretrained(target)
         del tokenizer
     report(phase, 1, 3)
-    with _quiet(), contextlib.redirect_stderr(io.StringIO()):
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
         )
     report(phase, 2, 3)
-    with _quiet():
+    with quiet():
         weights = {name: value.to(torch.float16) for name, value in model.state_dict().items()}
         if model.config.tie_word_embeddings:
             weights.pop("lm_head.weight", None)

@@ -88,7 +88,7 @@ def _hub_folder(name: str) -> str:
 def load_tokenizer(name: str, progress: Progress | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer alone: enough to lay out a prompt."""
     path = resolve_model(name, progress)
-    with _quiet(), _explained(name):
+    with quiet(), _explained(name):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, trust_remote_code=False
         )
@@ -98,7 +98,7 @@ def load_tokenizer(name: str, progress: Progress | None = None) -> PreTrainedTok
 def load_config(name: str, progress: Progress | None = None) -> PreTrainedConfig:
     """The config alone, of a decoder-only language model: what is enough to inspect it."""
     path = resolve_model(name, progress)
-    with _quiet(), _explained(name):
+    with quiet(), _explained(name):
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
         _check_config(config)
         return config
@@ -114,7 +114,7 @@ def load_model(
     path = resolve_model(name, progress)
     if progress:
         progress("load", 0, 1)
-    with _quiet(), _explained(name):
+    with quiet(), _explained(name):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         _check_config(config)
@@ -208,7 +208,7 @@ def _brief(e: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hold back transformers' own bars and warnings: progress is reported by us."""
     bars = transformers.utils.logging.is_progress_bar_enabled()
     level = transformers.utils.logging.get_verbosity()

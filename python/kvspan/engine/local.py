@@ -33,6 +33,7 @@ from kvspan.engine.worker import Worker, blocks_beside
 from kvspan.errors import KvspanError, UsageError
 from kvspan.hybrid.groups import is_hybrid
 from kvspan.layout import PromptEncoder, SpanLayout
+from kvspan.query.plan import Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -261,7 +262,8 @@ class LocalEngine:
             Detokenizer(self.tokenizer, on_text, request.stop),
             Sampler(temperature, request.seed),
         )
-        if self.no_spans and request.scope != "full":
+        has_spans = any(isinstance(item, Span) for item in request.prompt)
+        if self.no_spans and request.scope != "full" and has_spans:
             job.notes.append(f"spans not reused: {self.no_spans}")
         room = self.max_positions - 1 - int(layout.positions(request.placement)[-1])
         if room < 1:

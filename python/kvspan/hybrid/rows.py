@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from kvspan import ops
 from kvspan.engine.attention import Row, Slots, attend_row, attending
+from kvspan.engine.loading import quiet
 from kvspan.engine.runner import CHECK_TOKENS, CHECK_TOP, KVCache, ModelRunner
 from kvspan.hybrid.families import Family, family_of
 from kvspan.hybrid.hidden import HiddenCache
@@ -410,6 +411,7 @@ class HybridRunner(ModelRunner):
         implementation = self.model.config._attn_implementation
         try:
             self.model.set_attn_implementation("eager")
-            return self.model(input_ids=ids[None], use_cache=False).logits[0].float()
+            with quiet():  # of the kernels that it would rather have
+                return self.model(input_ids=ids[None], use_cache=False).logits[0].float()
         finally:
             self.model.set_attn_implementation(implementation)
