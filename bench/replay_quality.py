@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvspan.engine import GenerateRequest
 from kvspan.engine.sequence import CacheDomain, Sequence
+from kvspan.extras import importing
 from kvspan.hybrid.engine import HybridEngine
 from kvspan.hybrid.prefill import HybridPrefill
 from kvspan.hybrid.rows import Rows
@@ -255,7 +256,8 @@ def table(results: dict[int, dict[str, Any]]) -> str:
 
 def plot(results: dict[int, dict[str, Any]], path: Path) -> None:
     """KL and recall over m, one line a policy."""
-    from matplotlib.figure import Figure
+    with importing("bench"):
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
