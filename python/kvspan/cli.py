@@ -398,6 +398,12 @@ def _add_explain(commands: Any) -> None:
         metavar="FILE",
         help="write one self-contained page instead: tree, rules, plan and block layout",
     )
+    parser.add_argument(
+        "--engine",
+        choices=("local", "openai"),
+        default="local",
+        help="for the embedded engine (local, the default) or for a server without spans (openai)",
+    )
     parser.set_defaults(command=cli_query.explain_command)
 
 

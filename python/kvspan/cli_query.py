@@ -172,11 +172,13 @@ def _print_summary(args: argparse.Namespace, result: RunResult) -> None:
 
 
 def explain_command(args: argparse.Namespace) -> int:
+    from kvspan.engine import plain_server
     from kvspan.explain import TokenizerLayouts, explain, render
     from kvspan.query.write import dump_json
 
     query, said = _read_query(args)
     layouts = TokenizerLayouts(args.block_size)
+    server = plain_server()
     if args.model:
         layouts.load(args.model)  # asked for by name: that it cannot be had is an error
 
@@ -196,6 +198,7 @@ def explain_command(args: argparse.Namespace) -> int:
             order=args.order,
             nested=args.nested,
             retriever=retriever,
+            capabilities=(lambda model: server) if args.engine == "openai" else None,
         )
     if args.html:
         from kvspan.explain_html import write_html

@@ -6,19 +6,24 @@ without one the parts of each prompt are shown as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvspan.engine import GenerateRequest, Placement, Scope
-from kvspan.errors import KvspanError, printable, shorten_path
+from kvspan.errors import KvspanError, shorten_path
+from kvspan.errors import printable as printable
 from kvspan.estimate import Estimate, estimate
 from kvspan.executor import plan_query
+from kvspan.explain_text import calls_before as calls_before
+from kvspan.explain_text import draw_tree as draw_tree
+from kvspan.explain_text import quote as quote
+from kvspan.explain_text import render as render
 from kvspan.extras import engine_extra, importing
-from kvspan.query.forms import Augment, Map, Options, Print, Reduce, Repeat, Retrieve
-from kvspan.query.nodes import Generate, Node, Text, count_nodes
+from kvspan.query.context import ABLE
+from kvspan.query.nodes import Node
 from kvspan.query.optimizer import Fired
-from kvspan.query.plan import Call, Message, Plan, Prompt, Span, put_answers, to_prompt
+from kvspan.query.plan import Call, Message, Plan, Prompt, Span, to_prompt
 from kvspan.query.write import to_obj
 
 if TYPE_CHECKING:
@@ -27,16 +32,13 @@ if TYPE_CHECKING:
 # Gives the layout of a request; raises KvspanError where it cannot.
 LayoutFor = Callable[[GenerateRequest], "SpanLayout"]
 
-MAX_DEPTH = 40  # levels of a tree that are drawn
-HEAD, TAIL = 12, 3  # entries of a long list that are shown at its two ends
-TEXT_WIDTH = 60  # characters of a text that are shown
-
 
 @dataclass(frozen=True)
 class Part:
     """A stretch of a prompt. Half-open ranges of tokens and of blocks; None without a tokenizer.
 
     positions: RoPE positions of the first token and after the last, in the chosen placement.
+    answer_of: path of the call whose answer it is, with the KV it will be generated with.
     """
 
     kind: Literal["anchor", "span", "text"]
@@ -44,6 +46,7 @@ class Part:
     tokens: tuple[int, int] | None = None
     blocks: tuple[int, int] | None = None
     positions: tuple[int, int] | None = None
+    answer_of: str | None = None
 
     def to_obj(self) -> dict[str, Any]:
         """As JSON values; what is not known is left out."""
@@ -119,13 +122,19 @@ def explain(
     (or where it raises KvspanError) the parts come without counts.
     rewriting: order, nested, corpora and retriever, as for ``kvspan.run``.
     """
+    if model is not None and rewriting.get("capabilities") is None:
+        rewriting["capabilities"] = lambda name: ABLE  # one engine for all models that are named
     plan, trace = plan_query(query, model, scope=scope, **rewriting)
     layouts = []
     for call in plan.calls:
-        inputs = [plan.steps[id] for id in call.inputs]
-        open_paths = tuple(step.path for step in inputs if isinstance(step, Call))
-        answers = [f"<answer of {shorten_path(path)}>" for path in open_paths]
-        prompt = to_prompt(put_answers(call.node.input, answers), f"{call.path}.g.input")
+        inputs = [step for id in call.inputs if isinstance(step := plan.steps[id], Call)]
+        open_paths = tuple(step.path for step in inputs)
+        answers = [
+            (f"<answer of {shorten_path(step.path)}>", step.path if step.node.kept else None)
+            for step in inputs
+        ]
+        where, plain = f"{call.path}.g.input", call.node.plain
+        prompt = to_prompt(call.node.input, where, answers, plain=plain)
         request = GenerateRequest(
             prompt=prompt,
             model=model or call.node.model,
@@ -180,11 +189,20 @@ def _call_layout(
         else:
             parts = tuple(_counted(layout, groups, request.placement))
             return CallLayout(request.path, request.model, parts, layout.num_tokens, open_paths)
-    parts = tuple(Part(kind, messages) for kind, messages in groups if messages)
+    parts = tuple(
+        Part(kind, messages, answer_of=_answer_of(messages))
+        for kind, messages in groups
+        if messages
+    )
     return CallLayout(request.path, request.model, parts, None, open_paths, missing)
 
 
 _Group = tuple[Literal["anchor", "span", "text"], tuple[Message, ...]]
+
+
+def _answer_of(messages: tuple[Message, ...]) -> str | None:
+    answer = messages[0].answer if len(messages) == 1 else None
+    return answer if isinstance(answer, str) else None
 
 
 def _groups(prompt: Prompt, scope: Scope) -> list[_Group]:
@@ -223,222 +241,5 @@ def _counted(layout: SpanLayout, groups: list[_Group], placement: Placement) -> 
             (start, end),
             (start // size, -(-end // size)),
             (int(positions[start]), int(positions[end - 1]) + 1),
+            _answer_of(messages),
         )
-
-
-# --- as text ---------------------------------------------------------------------------------
-
-
-def render(explanation: Explanation, unicode: bool = True) -> str:
-    """The explanation as text for a terminal, box-drawing characters only if ``unicode``."""
-    lines = ["Query", *draw_tree(explanation.query, unicode), "", "Rewriting"]
-    if not explanation.trace:
-        lines.append("  no rule applies")
-    for fired in explanation.trace:
-        change = f"{fired.before} -> {fired.after} nodes"
-        lines.append(f"  {fired.rule}: {change}. {fired.does}")
-        for path, order in fired.moved[:HEAD]:
-            old = _list([str(index) for index in order])
-            lines.append(f"    {shorten_path(str(path))}: old places in the new order {old}")
-        if len(fired.moved) > HEAD:
-            lines.append(f"    ... {len(fired.moved) - HEAD:,} more")
-    if explanation.trace:
-        lines += ["", "Rewritten query", *draw_tree(explanation.plan.query, unicode)]
-    lines += ["", *_plan_lines(explanation.plan), f"  Cost: {explanation.cost}"]
-    lines += ["", *_layout_lines(explanation)]
-    return "\n".join(lines) + "\n"
-
-
-def draw_tree(query: Node, unicode: bool = True) -> list[str]:
-    """One line per node; long joins and deep branches are cut, with a count of what is left out."""
-    tee, elbow, bar = ("├─ ", "└─ ", "│  ") if unicode else ("|- ", "`- ", "|  ")
-    lines: list[str] = []
-    # A node or a remark, the prefix of its own line and of the lines below it, and its depth.
-    stack: list[tuple[Node | str, str, str, int]] = [(query, "  ", "  ", 0)]
-    while stack:
-        item, own, below, depth = stack.pop()
-        if isinstance(item, str):
-            lines.append(own + item)
-            continue
-        lines.append(own + _label(item))
-        children: list[Node | str] = list(item.children)
-        if depth >= MAX_DEPTH and children:
-            deeper = count_nodes(item) - 1
-            children = [f"... {deeper:,} {_plural(deeper, 'node')} deeper"]
-        elif len(children) > HEAD + TAIL + 1:
-            cut = len(children) - HEAD - TAIL
-            children[HEAD:-TAIL] = [f"... {cut:,} more"]
-        for index in range(len(children) - 1, -1, -1):
-            last = index == len(children) - 1
-            branch, indent = (elbow, "   ") if last else (tee, bar)
-            stack.append((children[index], below + branch, below + indent, depth + 1))
-    return lines
-
-
-def _label(node: Node) -> str:
-    if isinstance(node, Text):
-        return f"{node.kind} {quote(node.text)}"
-    if isinstance(node, (Generate, Map)):
-        label = f"{node.kind} {printable(node.model)}"
-        if isinstance(node, Map):
-            label += f" ({len(node.inputs):,} {_plural(len(node.inputs), 'input')})"
-        if node.max_tokens is not None:
-            label += f" max_tokens={node.max_tokens}"
-        if node.temperature is not None:
-            label += f" temperature={node.temperature:g}"
-        return label
-    if isinstance(node, Repeat):
-        return f"repeat {node.n:,}"
-    if isinstance(node, Print):
-        return f"print {quote(node.text)}"
-    if isinstance(node, Augment):
-        return f"augment document {quote(node.name)}"
-    if isinstance(node, Retrieve):
-        return f"retrieve from {quote(node.corpus)}"
-    if isinstance(node, Reduce):
-        return f"reduce k={node.k}" + ("" if node.closed else " (not declared closed)")
-    if isinstance(node, Options):
-        said = node.said()
-        if "salt" in said:
-            said["salt"] = "..."  # whose salt it is is nobody's business
-        return "options " + printable(" ".join(f"{name}={word}" for name, word in said.items()))
-    count = len(node.children)
-    if node.kind == "plus":
-        return f"plus ({count:,} {_plural(count, 'span')})"
-    return node.kind if count else f"{node.kind} (empty)"
-
-
-def quote(text: str, width: int = TEXT_WIDTH) -> str:
-    """The beginning of a text on one line, with its length if it was cut.
-
-    >>> quote("a\\nb"), quote("x" * 100, 8)
-    ('"a b"', '"xxxxxxxx..." (100 characters)')
-    """
-    short = " ".join(text[: 4 * width].split())
-    if len(text) <= 4 * width and len(short) <= width:
-        return f'"{printable(short)}"'
-    return f'"{printable(short[:width])}..." ({len(text):,} characters)'
-
-
-def _plural(count: int, word: str) -> str:
-    return word if count == 1 else word + "s"
-
-
-def _plan_lines(plan: Plan) -> list[str]:
-    calls, answers = plan.calls, set(plan.answers)
-    lines = [f"Plan: {len(calls):,} generate {_plural(len(calls), 'call')}"]
-    rows = []
-    for call in calls:
-        waits = [str(id) for id in call.inputs]
-        after = [str(id) for id in calls_before(plan, call.after)]
-        rows.append(
-            [
-                str(call.id),
-                shorten_path(call.path),
-                printable(call.node.model),
-                _list(waits) if waits else "-",
-                _list(after) if after else "-",
-                "yes" if call.id in answers else "",
-            ]
-        )
-    header = ["call", "path", "model", "reads answers of", "starts after", "answer"]
-    return lines + _table(header, rows)
-
-
-def calls_before(plan: Plan, ids: Sequence[int]) -> list[int]:
-    """Calls behind the ids of steps; barriers and lines are an inner matter of the plan."""
-    found: set[int] = set()
-    stack = list(ids)
-    while stack:
-        step = plan.steps[stack.pop()]
-        if isinstance(step, Call):
-            found.add(step.id)
-        else:
-            stack.extend(step.after)
-    return sorted(found)
-
-
-def _list(words: list[str]) -> str:
-    if len(words) <= 6:
-        return ", ".join(words)
-    return ", ".join([*words[:4], f"... {len(words) - 5} more", words[-1]])
-
-
-def _layout_lines(explanation: Explanation) -> list[str]:
-    lines = [
-        f"Layout: scope {explanation.scope}, placement {explanation.placement}, "
-        f"blocks of {explanation.block_size} tokens"
-    ]
-    layouts = list(explanation.layouts)
-    cut = 0
-    if len(layouts) > HEAD + TAIL + 1:
-        cut = len(layouts) - HEAD - TAIL
-        layouts[HEAD:-TAIL] = []
-    for index, layout in enumerate(layouts):
-        if cut and index == HEAD:
-            lines.append(f"  ... {cut:,} more calls")
-        lines += ["", f"  {shorten_path(layout.path)} with {printable(layout.model)}"]
-        if layout.missing is not None:
-            lines.append(f"  no token counts: {layout.missing}")
-        lines += _part_lines(layout)
-        for path in layout.open[:HEAD]:
-            lines.append(
-                f"  the answer of {shorten_path(path)} is not known yet: "
-                "a placeholder stands for it"
-            )
-    return lines
-
-
-def _part_lines(layout: CallLayout) -> list[str]:
-    counted = layout.num_tokens is not None
-    header = ["part", *(["tokens", "count", "blocks", "positions"] if counted else []), "content"]
-    rows = []
-    spans = 0
-    for part in layout.parts:
-        spans += part.kind == "span"
-        # A prompt without spans is one stretch of ordinary text, not the anchor of anything.
-        alone = part.kind == "anchor" and len(layout.parts) == 1
-        row = [f"span {spans}" if part.kind == "span" else "prompt" if alone else part.kind]
-        if part.tokens and part.blocks and part.positions:
-            row += [
-                _range(part.tokens),
-                str(part.tokens[1] - part.tokens[0]),
-                _range(part.blocks),
-                _range(part.positions),
-            ]
-        content = ", ".join(f"{m.role} {quote(m.text, 40)}" for m in part.messages[:3])
-        if len(part.messages) > 3:
-            content += f", ... {len(part.messages) - 3} more"
-        rows.append([*row, content or "(chat template)"])
-    lines = _table(header, rows)
-    if counted:
-        movable = sum(
-            p.tokens[1] - p.tokens[0] for p in layout.parts if p.kind == "span" and p.tokens
-        )
-        share = movable / (layout.num_tokens or 1)
-        lines.append(
-            f"  {layout.num_tokens:,} tokens, {movable:,} of them in "
-            f"{spans:,} movable {_plural(spans, 'span')} ({share:.0%})"
-        )
-    return lines
-
-
-def _range(pair: tuple[int, int]) -> str:
-    start, end = pair
-    return f"{start}" if end == start + 1 else f"{start}-{end - 1}"
-
-
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Columns in line, two spaces apart; the middle of a long table is left out."""
-    cut = 0
-    if len(rows) > HEAD + TAIL + 1:
-        cut = len(rows) - HEAD - TAIL
-        rows = rows[:HEAD] + rows[-TAIL:]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
-    for index, row in enumerate([header, *rows]):
-        if cut and index == HEAD + 1:
-            lines.append(f"  ... {cut:,} more")
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append(("  " + "  ".join(cells)).rstrip())
-    return lines

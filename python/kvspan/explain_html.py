@@ -160,10 +160,11 @@ def _rules_section(explanation: Explanation) -> str:
             f"{' ...' if len(order) > 24 else ''}</div>"
             for path, order in fired.moved[:12]
         )
+        why = "".join(f'<div class="small soft">{escape(reason)}</div>' for reason in fired.reasons)
         rows.append(
             f"<details><summary>{number}. <code>{fired.rule}</code> "
             f'<span class="soft">{fired.before:,} &rarr; {fired.after:,} nodes.</span> '
-            f"{escape(fired.does)}</summary>{moved}"
+            f"{escape(fired.does)}</summary>{moved}{why}"
             f'<div class="two"><div><div class="soft small">before</div>{_tree(before, after)}'
             f'</div><div><div class="soft small">after</div>{_tree(after, before)}</div></div>'
             "</details>"
@@ -338,6 +339,8 @@ def _table(layout: CallLayout) -> str:
         content = ", ".join(f"{m.role} {quote(m.text, 70)}" for m in part.messages[:3])
         if len(part.messages) > 3:
             content += f", ... {len(part.messages) - 3} more"
+        if part.answer_of is not None:
+            content += " as it was generated"
         content = escape(content) or '<span class="soft">chat template</span>'
         rows.append(f'<tr><td><i class="{css}"></i>{name}</td>{cells}<td>{content}</td></tr>')
     return f"<table><tr><th>part</th>{head}<th>content</th></tr>{''.join(rows)}</table>"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvspan import KvspanError, cross, g, par, plus, seq, system, user
-from kvspan.engine import GenerateRequest
+from kvspan.engine import GenerateRequest, plain_server
 from kvspan.explain import draw_tree, explain, printable, quote, render
 from kvspan.layout import SpanLayout
 from kvspan.query.plan import Span
@@ -45,6 +45,28 @@ def test_tree() -> None:
         '     |- system "s"',
         "     |- plus (2 spans)",
         '     |  |- user "a b"',
+    ]
+
+
+def test_what_the_rules_of_engines_decided() -> None:
+    query = g("M", cross(plus(cross("one", g("M", "a")), "b"), "q"))
+    shown = explain(query, order="pinned", layout_for=four_tokens_each)
+    lines = render(shown)
+    assert "g M, kept as a span" in lines
+    assert (
+        'assistant "<answer of $.g.input.cross[0].plus[0].cross[1]>" as it was generated' in lines
+    )
+    assert [part.answer_of for part in shown.layouts[1].parts if part.kind == "span"] == [
+        None,
+        "$.g.input.cross[0].plus[0].cross[1]",
+        None,
+    ]
+    assert [call.get("kept") for call in shown.plan.to_obj()["calls"]] == [True, None]
+    plain = explain(query, capabilities=lambda model: plain_server("http://x/v1"))
+    assert "M: the server at http://x/v1 takes plain prompts only" in render(plain)
+    assert [part.kind for part in plain.layouts[1].parts] == ["anchor"]
+    assert plain.to_obj()["rules"][-1]["reasons"] == [
+        "M: the server at http://x/v1 takes plain prompts only"
     ]
 
 

@@ -56,11 +56,11 @@ def test_tree_rules_plan_and_layout() -> None:
     drafts = plus(repeat(4, g("writer", cross("w1", plus("w2", "w3")))))
     page = page_of(reduce(g("judge", cross(system("w4"), drafts, "w5")), 2))
     text = "".join(page.words)
-    for rule in ("unroll", "split_reduce"):
+    for rule in ("unroll", "split_reduce", "distribute_plus"):
         assert rule in text
     assert page.count("rect", "call") == 7 and page.count("rect", "answer") == 1
     assert page.count("path", "input") == 6
-    assert page.count("details") == len(explain(wide_query(1)).trace) + 2
+    assert page.count("details") == 3
     assert page.count("mark") > 0
     assert text.count("not known yet") == 6
 

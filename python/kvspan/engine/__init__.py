@@ -153,6 +153,12 @@ class Capabilities:
     answers: bool = False
 
 
+def plain_server(url: str = "") -> Capabilities:
+    """What a server can do that speaks OpenAI's protocol and no more."""
+    reason = f"the server{url and f' at {url}'} takes plain prompts only"
+    return Capabilities(spans=False, reason=reason, max_tokens=0, block_size=0)
+
+
 class Engine(Protocol):
     """Runs generate calls. Methods may be called from any event loop; calls run side by side.
 

@@ -28,6 +28,7 @@ from kvspan.engine import (
     Reuse,
     Timings,
     Usage,
+    plain_server,
 )
 from kvspan.engine.openai_errors import KEY_VARIABLES, StreamBroken, explained, message_of
 from kvspan.errors import KvspanError, UsageError
@@ -128,8 +129,7 @@ class OpenAIEngine:
         return await self.generate(replace(request, max_tokens=1, temperature=0.0))
 
     def capabilities(self) -> Capabilities:
-        reason = f"the server at {self.url} takes plain prompts only"
-        return Capabilities(spans=False, reason=reason, max_tokens=0, block_size=0)
+        return plain_server(self.url)
 
     def models(self) -> list[dict[str, Any]]:
         """What the server says of its models, each an object with at least an ``id``."""

@@ -16,7 +16,7 @@ ORDERS: tuple[Order, ...] = ("canonical", "pinned", "recent")
 NESTED: tuple[Nested, ...] = ("answer", "whole")
 
 
-_ABLE = Capabilities(spans=True, reason="", max_tokens=0, block_size=0, answers=True)
+ABLE = Capabilities(spans=True, reason="", max_tokens=0, block_size=0, answers=True)
 
 
 class SpanHistory:
@@ -61,7 +61,7 @@ class Context:
 
     def can(self, model: str) -> Capabilities:
         """What the engine of a model can do."""
-        return _ABLE if self.capabilities is None else self.capabilities(model)
+        return ABLE if self.capabilities is None else self.capabilities(model)
 
     def same_engine(self, a: str, b: str) -> bool:
         """Whether calls to two models are run by one engine."""
