@@ -25,9 +25,9 @@ class GroupPlan:
     """Replay of one group over tokens [start, boundary).
 
     source: what its layers start from: zeros, a full checkpoint, or zeros but for the heads that
-    a mark carries. bound: of the fixed-input error of any of its layers' states at the boundary,
-    relative to that state's norm (0: exact; None: not known). It does not cover what wrong inputs
-    of the group's deeper layers add.
+    `mark` carries, which are put in where the replay passes it. bound: of the fixed-input error
+    of any of its layers' states at the boundary, relative to that state's norm (0: exact; None:
+    not known). It does not cover what wrong inputs of the group's deeper layers add.
     """
 
     start: int
@@ -123,27 +123,36 @@ def _plan_group(
         return GroupPlan(start, "zero", 0.0 if start == 0 else None)
     numbers = [layers.linear.index(layer) for layer in group.layers]
     budget = max(BUDGET_MIN, math.ceil(BUDGET * matched))
-    for mark in marks:
-        k = matched - mark.position
-        if k > budget or decays is None:
+    for i, mark in enumerate(marks):
+        # Where a mark carries heads of deeper layers, the replay begins one mark before: those
+        # heads never forget what they read, and read it from layers that are still warming up.
+        warm = any(len(mark.which[number]) for number in numbers[1:])
+        if decays is None or i + warm == len(marks):
             break
-        if k >= policy.k_min:
-            bound = fixed_input_bound(mark, marks[0], decays(mark.position, matched), numbers)
+        first = marks[i + warm]
+        if matched - first.position > budget:
+            break
+        if matched - mark.position >= policy.k_min:
+            decay = decays(first.position, matched)
+            bound = fixed_input_bound(first, mark, marks[0], decay, numbers)
             if bound <= policy.value:
-                return GroupPlan(mark.position, "mark", bound, mark)
+                return GroupPlan(first.position, "mark", bound, mark)
     return GroupPlan(0, "zero", 0.0) if matched <= budget else None
 
 
-def fixed_input_bound(mark: Mark, newest: Mark, decay: Tensor, numbers: Sequence[int]) -> float:
-    """Largest relative error over layers when all but the mark's heads start from zero at it.
+def fixed_input_bound(
+    start: Mark, mark: Mark, newest: Mark, decay: Tensor, numbers: Sequence[int]
+) -> float:
+    """Largest relative error over layers that start from zero at one mark, heads but at another.
 
     With ||k|| <= 1 and beta in [0, 2] no step makes a state's error larger than exp(g) times what
-    it was, so that of a head is at most exp(sum g) ||S||. decay: float32 [layers, Hv], sum of g
-    from the mark to the boundary. Relative to the layer's norm at the newest mark.
+    it was, so that of a head is at most exp(sum g) ||S||; heads that `mark` carries have none.
+    decay: float32 [layers, Hv], sum of g from start to the boundary. Relative to the layer's norm
+    at the newest mark.
     """
     worst = 0.0
     for number in numbers:
-        error = decay[number].double().exp() * mark.norms[number].double()
+        error = decay[number].double().exp() * start.norms[number].double()
         error[mark.which[number]] = 0.0
         norm = float(newest.norms[number].double().norm())
         bound = float(error.norm())

@@ -13,7 +13,7 @@ from kvspan.engine.attention import Slots
 from kvspan.hybrid.groups import Group
 from kvspan.hybrid.plan import GroupPlan, RestorePlan
 from kvspan.hybrid.rows import HybridRunner, Rows
-from kvspan.hybrid.state import RecurrentState
+from kvspan.hybrid.state import Mark, RecurrentState
 
 TAIL_ROWS = 512  # rows of a pass of an approximate replay
 
@@ -89,7 +89,6 @@ def _start(
             state.ssm[number] = plan.checkpoint.ssm[number]
             moved += state.conv[number].nbytes + state.ssm[number].nbytes
         elif part.mark is not None:
-            state.ssm[number][part.mark.which[number]] = part.mark.heads[number]
             moved += part.mark.heads[number].nbytes
     return moved
 
@@ -111,7 +110,13 @@ def replay_group(
         _prime(runner, tokens, slots, group, plan.start, state)
     at = plan.start
     while at < boundary:
-        rows = Rows.piece(at, boundary) if exact else Rows.tight(at, min(at + TAIL_ROWS, boundary))
+        end = boundary
+        if plan.mark is not None and at <= plan.mark.position:
+            end = plan.mark.position
+            if at == end:
+                _put_heads(runner, group, plan.mark, state)
+                end = boundary
+        rows = Rows.piece(at, end) if exact else Rows.tight(at, min(at + TAIL_ROWS, end))
         x = rows.spread(group_input(runner, tokens, slots, group, at, rows.hi))
         for layer in group.layers[:-1]:
             x, _ = runner.linear(layer, rows, x, state)
@@ -124,6 +129,14 @@ def replay_group(
         else:
             runner.tail_state_only(group.layers[-1], rows, x, state)
         at = rows.hi
+
+
+def _put_heads(runner: HybridRunner, group: Group, mark: Mark, state: RecurrentState) -> None:
+    """The heads that a mark carries, as they were there."""
+    for layer in group.layers:
+        number = runner.linear_number[layer]
+        state.ssm[number] = state.ssm[number].clone()
+        state.ssm[number][mark.which[number]] = mark.heads[number]
 
 
 def group_input(
