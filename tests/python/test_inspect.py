@@ -219,7 +219,7 @@ def test_half_lives(
     [
         ([10.0, 100.0], "bounded:0.001", "a tail of 997 tokens bounds the error by 0.001"),
         ([10.0, 100.0, math.inf], "bounded:0.001", "but for 1 of 3 heads, which checkpoints carry"),
-        ([10.0, 5000.0, math.inf], "exact", "2 of 3 heads need more than 25% of 8192 tokens"),
+        ([10.0, 5000.0, math.inf], "exact", "2 of 3 heads need more than 1024 tokens"),
     ],
     ids=["all forget", "one never does", "most never do"],
 )

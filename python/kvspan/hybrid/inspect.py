@@ -17,8 +17,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATE_BYTES = 4  # recurrent states are float32 in every dtype
 SCALE_BYTES = 4  # of an int8 hidden vector
 BOUND = 1e-3  # the bound that recommendations are made for
-CONTEXT = 8192  # ... and the context length
-SHORT = 0.25  # a replay of more than this share of the context gains too little
+LONGEST_TAIL = 1024  # heads that need more tokens to forget are carried by checkpoints
 # Recurrent layers that are not Gated DeltaNet, by the config's attribute that gives them away.
 _STATE_SPACE = ("mamba_d_state", "ssm_state_size", "state_size", "mamba_num_heads", "lru_width")
 
@@ -217,12 +216,12 @@ def _recommend(found: Inspection) -> Inspection:
     if not heads:
         reason = "what the heads forget is not known without weights; exact fits any model"
         return replace(found, policy="exact", policy_reason=reason)
-    short = [head for head in heads if tail_tokens(head.tokens) <= SHORT * CONTEXT]
+    short = [head for head in heads if tail_tokens(head.tokens) <= LONGEST_TAIL]
     slow = len(heads) - len(short)
     if slow > len(heads) / 2:
         reason = (
-            f"{slow} of {len(heads)} heads need more than {SHORT:.0%} of {CONTEXT} tokens to "
-            f"forget all but {BOUND:g}"
+            f"{slow} of {len(heads)} heads need more than {LONGEST_TAIL} tokens to forget all "
+            f"but {BOUND:g}"
         )
         return replace(found, policy="exact", policy_reason=reason)
     tail = max(tail_tokens(head.tokens) for head in short)
