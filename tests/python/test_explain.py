@@ -53,9 +53,7 @@ def test_what_the_rules_of_engines_decided() -> None:
     shown = explain(query, order="pinned", layout_for=four_tokens_each)
     lines = render(shown)
     assert "g M, kept as a span" in lines
-    assert (
-        'assistant "<answer of $.g.input.cross[0].plus[0].cross[1]>" as it was generated' in lines
-    )
+    assert lines.count("as it was generated") == 1
     assert [part.answer_of for part in shown.layouts[1].parts if part.kind == "span"] == [
         None,
         "$.g.input.cross[0].plus[0].cross[1]",
