@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,20 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serving import TEMPLATE, Reply, ServerProcess
-from tiny_models import configs, word_tokenizer
 from transformers import AutoModelForCausalLM
 
+from serving import TEMPLATE, Reply, ServerProcess
+from tiny_models import VOCAB, configs, word_tokenizer
+
 BLOCK = 32
-START_S = 180
+START_S = 300
+KEY = "a-key"
+SPARE = 5  # ids that the model has and the tokenizer has not, from VOCAB on
 
 
 def save_chat_model(folder: Path) -> Path:
     """A model whose heads vLLM's CPU attention takes, with a chat template."""
     config = configs()["llama"]
     config.head_dim = 32
+    config.vocab_size = VOCAB + SPARE
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        model.lm_head.weight[VOCAB:] = 0.0  # never generated: there is no text for them
+    model.save_pretrained(folder)
     word_tokenizer(TEMPLATE).save_pretrained(folder)
     return folder
 
@@ -46,7 +56,7 @@ class VllmProcess(ServerProcess):
         words += ["--host", self.host, "--port", str(self.port), "--dtype", "float32"]
         words += ["--max-model-len", "4096", "--max-num-batched-tokens", "2048"]
         words += ["--max-num-seqs", "16", "--enforce-eager", *flags]
-        variables: dict[str, Any] = {**os.environ, **env, "VLLM_LOGGING_LEVEL": "INFO"}
+        variables = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "KVSPAN_API_KEY": KEY, **env}
         # The engine gets a process of its own, as it does wherever nobody asks otherwise.
         variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         self.log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115  as long as the process
@@ -58,8 +68,17 @@ class VllmProcess(ServerProcess):
             env=variables,
         )
 
-    def post(self, path: str, body: Any, **headers: str) -> Reply:
-        return super().post(path, body, **{"content-type": "application/json", **headers})
+    def _ask(self, method: str, path: str, data: bytes | None, headers: dict[str, str]) -> Reply:
+        usual = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
+        return super()._ask(method, path, data, {**usual, **headers})
+
+    def stream(self, path: str, body: Any) -> tuple[http.client.HTTPConnection, Any]:
+        connection = self.connection()
+        usual = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
+        connection.request("POST", path, json.dumps(body), usual)
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        return connection, response
 
     def __enter__(self) -> VllmProcess:
         deadline = time.monotonic() + START_S
@@ -85,3 +104,21 @@ class VllmProcess(ServerProcess):
         self.log.flush()
         self.log.seek(0)
         return self.log.read()
+
+    def vllm_metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's values that carry these labels among others."""
+        wanted = {f'{key}="{value}"' for key, value in labels.items()}
+        total = 0.0
+        for line in self.get("/metrics").data.decode().splitlines():
+            found = re.fullmatch(r"([^{ ]+)(?:\{(.*)\})? (\S+)", line)
+            if found and found[1] == name and wanted <= set((found[2] or "").split(",")):
+                total += float(found[3])
+        return total
+
+    def until_idle(self) -> None:
+        """Wait until vLLM runs nothing; fails after half a minute."""
+        deadline = time.monotonic() + 30
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        while any(self.vllm_metric(name) for name in names):
+            assert time.monotonic() < deadline, "requests are left over"
+            time.sleep(0.05)

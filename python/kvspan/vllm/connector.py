@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvspan")
 
+MAX_REMEMBERED = 4096  # requests whose preparations are counted
 _NO_ROOM_NOW = "no room yet"
 
 
@@ -70,7 +71,7 @@ class _Tracked:
     """A request of vLLM's and what is known of its spans.
 
     deadline: until when it waits for others to prepare its spans.
-    prepares: it exists for its span's sake. seen: by the scheduler. waits_since: or 0.
+    id, prepare_for: see `SpanParams`. computed: its own span tokens. waits_since: or 0.
     scratch: blocks held for rotated copies of the anchor while it computes spans itself, so many
     sets of them as it may need in one step.
     """
@@ -85,8 +86,9 @@ class _Tracked:
     local_tokens: int = 0
     computes: bool = False
     scratch: list[KVCacheBlock] = field(default_factory=list)
-    prepares: bool = False
-    seen: bool = False
+    id: str = ""
+    prepare_for: str = ""
+    computed: int = 0
     waits_since: float = 0.0
 
 
@@ -122,6 +124,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         self._holding: list[_Tracked] = []
         self._mover: BlockMover | None = None
         self._stats = SpanStats()
+        self._prepared_for: dict[str, int] = {}
         if role == KVConnectorRole.SCHEDULER:
             if note := version_note(vllm.__version__):
                 logger.warning("kvspan: %s", note)
@@ -188,7 +191,8 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
             params.timeout_s,
             time.monotonic() + params.timeout_s,
             request._block_hasher,
-            prepares=params.prepare,
+            id=params.id,
+            prepare_for=params.prepare_for,
         )
         self._notes[request.request_id] = spans.audit
         request._block_hasher = lambda r: spans.extend(r.all_token_ids)[len(r.block_hashes) :]
@@ -204,7 +208,6 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         self._release(tracked)
         tracked.plan, tracked.computes = [], False
         tracked.local_tokens = num_computed_tokens
-        self._count(tracked, num_computed_tokens)
         match = self._scheduler.match(tracked.spans, num_computed_tokens, request.num_tokens)
         if not match.complete:
             resumed = request.num_preemptions > tracked.preemptions
@@ -227,16 +230,25 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         return (match.moves[-1].index + 1) * self._block_size - num_computed_tokens, False
 
-    def _count(self, tracked: _Tracked, num_computed: int) -> None:
-        """Spans looked up and found, when their request is first seen."""
-        if tracked.seen or tracked.prepares:
+    def _count(self, tracked: _Tracked) -> None:
+        """Spans looked up and found, when their request is over."""
+        if tracked.prepare_for:
             return
-        tracked.seen = True
-        for span in tracked.spans.spans:
-            count = span.end - span.start
-            self._stats.add("span_tokens_looked_up", count)
-            if span.end <= num_computed or self._scheduler.has(span):
-                self._stats.add("span_tokens_hit", count)
+        audit = tracked.spans.audit
+        missed = tracked.computed + self._prepared_for.pop(tracked.id, 0)
+        hit = 0 if audit.fallback else max(0, audit.span_tokens - missed)
+        self._stats.add("span_tokens_looked_up", audit.span_tokens)
+        self._stats.add("span_tokens_hit", hit)
+
+    def _computes(self, tracked: _Tracked, count: int) -> None:
+        """Notes that count tokens of spans are computed in a step."""
+        self._stats.add("span_tokens_prepared", count)
+        tracked.computed += count
+        if count and tracked.prepare_for:
+            known = self._prepared_for
+            known[tracked.prepare_for] = known.get(tracked.prepare_for, 0) + count
+            if len(known) > MAX_REMEMBERED:  # their requests never came
+                del known[next(iter(known))]
 
     def _admitted(self, tracked: _Tracked) -> None:
         if tracked.waits_since:
@@ -278,6 +290,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         logger.warning("kvspan: request %s runs without spans: %s", request.request_id, reason)
         tracked.spans.audit.fallback = reason
         self._admitted(tracked)
+        self._count(tracked)
         self._stats.refuse("connector" if "another connector" in reason else "unprepared")
         del self._tracked[request.request_id]
         request._block_hasher = tracked.ordinary_hasher
@@ -335,8 +348,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
             if tracked is not None:
                 done = tracked.request.num_computed_tokens
                 self._plan(tracked, done, done + count, step)
-                computed = tracked.spans.span_tokens(done, done + count)
-                self._stats.add("span_tokens_prepared", computed)
+                self._computes(tracked, tracked.spans.span_tokens(done, done + count))
                 self._scheduler.mark_written(tracked.spans, done + count)
         for tracked in list(self._holding):
             # Later steps come after this one in the worker too, so its scratch is free already.
@@ -388,6 +400,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if tracked := self._tracked.pop(request.request_id, None):
             self._release(tracked)
+            self._count(tracked)
         audit = self._notes.pop(request.request_id, None)
         return False, {KEY: asdict(audit)} if audit else None
 

@@ -129,8 +129,8 @@ class VllmEngine:
         on_text: Callable[[str], None] | None = None,
     ) -> GenerateResult:
         started = time.perf_counter()
-        params = self._params(layout, request)
         name = f"kvspan-{uuid.uuid4().hex}"
+        params = self._params(layout, request, name)
         text, ids, last, first_at = "", [], None, 0.0
         async with self.beside(
             layout, salt=request.salt, placement=request.placement, name=name
@@ -140,10 +140,13 @@ class VllmEngine:
                 if not first_at and answer.token_ids:
                     first_at = time.perf_counter()
                     prepared.begun.set()
-                text += answer.text
                 ids += answer.token_ids
-                if answer.text and on_text is not None:
-                    on_text(answer.text)
+                piece = answer.text
+                if piece and not text:
+                    piece = self._first_piece(piece, ids)
+                text += piece
+                if piece and on_text is not None:
+                    on_text(piece)
                 last = output
         reason = last.outputs[0].finish_reason if last is not None else None
         if last is None or reason not in ("stop", "length"):
@@ -165,6 +168,15 @@ class VllmEngine:
             reuse=reuse,
         )
 
+    def _first_piece(self, piece: str, ids: list[int]) -> str:
+        """vLLM puts the blank between prompt and answer in front of the answer; kvspan has none."""
+        if piece.startswith(" ") and not self._decode(ids).startswith(" "):
+            return piece[1:]
+        return piece
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._encoder().tokenizer.decode(ids, skip_special_tokens=True))
+
     # --- vLLM ------------------------------------------------------------------------------------
 
     def beside(
@@ -182,7 +194,7 @@ class VllmEngine:
         async def run(part: SpanLayout) -> int:
             cached = 0
             one = f"{name}-prepare-{uuid.uuid4().hex[:8]}"
-            params = _sampling(part, placement, 1, prepare=True)
+            params = _sampling(part, placement, 1, prepare_for=name)
             async for output in self.stream(part, params, one, salt=salt, lora=lora):
                 cached = output.num_cached_tokens or 0
             return cached
@@ -219,7 +231,7 @@ class VllmEngine:
         except Exception as error:
             raise KvspanError(f"{request.path}: {type(error).__name__}: {error}") from error
 
-    def _params(self, layout: SpanLayout, request: GenerateRequest) -> SamplingParams:
+    def _params(self, layout: SpanLayout, request: GenerateRequest, name: str) -> SamplingParams:
         """What is wrong with a request is said in the words of the embedded engine."""
         temperature = request.temperature or 0.0
         if not 0 <= temperature < float("inf"):
@@ -244,6 +256,7 @@ class VllmEngine:
             layout,
             request.placement,
             min(request.max_tokens or DEFAULT_MAX_TOKENS, room),
+            id=name,
             temperature=temperature,
             stop=list(request.stop),
             seed=request.seed % 2**63 if temperature else None,
@@ -281,9 +294,15 @@ def reuse_of(
 
 
 def _sampling(
-    layout: SpanLayout, placement: Placement, max_tokens: int, prepare: bool = False, **more: Any
+    layout: SpanLayout,
+    placement: Placement,
+    max_tokens: int,
+    *,
+    id: str = "",
+    prepare_for: str = "",
+    **more: Any,
 ) -> SamplingParams:
-    transfer = to_params(layout, placement=placement, prepare=prepare)
+    transfer = to_params(layout, placement=placement, id=id, prepare_for=prepare_for)
     return SamplingParams(
         **{"temperature": 0.0, **more},
         max_tokens=max_tokens,

@@ -83,6 +83,9 @@ class SpanMiddleware:
     ) -> None:
         state = scope["app"].state
         lora = state.openai_serving_models.lora_requests.get(asked.body.get("model"))
+        name = f"kvspan-{uuid.uuid4().hex}"
+        if spans := (asked.body.get("kv_transfer_params") or {}).get(KEY):
+            spans["id"] = name
         data = json.dumps(asked.body).encode()
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
         headers.append((b"content-length", str(len(data)).encode()))
@@ -93,7 +96,7 @@ class SpanMiddleware:
             salt=asked.salt,
             lora=lora,
             placement=asked.placement,
-            name=f"kvspan-{uuid.uuid4().hex}",
+            name=name,
             timeout_s=asked.timeout_s,
         ) as prepared:
             filtered = _Answer(send, asked, layout, prepared, engine.reason)
@@ -175,7 +178,9 @@ class _Answer:
 
     async def _whole(self) -> None:
         assert self.start is not None
-        body = encode(self._adapted(json.loads(self.body)))
+        value = json.loads(self.body)
+        # Where the client has left, vLLM answers null to nobody.
+        body = encode(self._adapted(value)) if isinstance(value, dict) else self.body
         headers = [(k, v) for k, v in self.start["headers"] if k != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))
         await self.send({**self.start, "headers": headers})

@@ -19,20 +19,21 @@ from kvspan.layout import SpanLayout, layout_from_tokens
 
 KEY = "kvspan"
 DEFAULT_TIMEOUT_S = 30.0
-_FIELDS = ("spans", "scope", "placement", "timeout_s", "prepare")
+_FIELDS = ("spans", "scope", "placement", "timeout_s", "id", "prepare_for")
 
 
 @dataclass(frozen=True)
 class SpanParams:
     """timeout_s: how long a request waits for its spans before it computes them itself.
 
-    prepare: whether it is there for its spans' sake alone; counted apart.
+    id: of the request, if it has preparations; they have it as prepare_for, and are counted apart.
     """
 
     layout: SpanLayout
     timeout_s: float = DEFAULT_TIMEOUT_S
     placement: Placement = "sequential"
-    prepare: bool = False
+    id: str = ""
+    prepare_for: str = ""
 
 
 @dataclass
@@ -53,9 +54,12 @@ def to_params(
     layout: SpanLayout,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     placement: Placement = "sequential",
-    prepare: bool = False,
+    **ids: str,
 ) -> dict[str, Any]:
-    """The ``kv_transfer_params`` of a laid-out prompt; {} for an ordinary one."""
+    """The ``kv_transfer_params`` of a laid-out prompt; {} for an ordinary one.
+
+    ids: id and prepare_for, see `SpanParams`.
+    """
     if not layout.spans:
         return {}
     value: dict[str, Any] = {
@@ -64,8 +68,7 @@ def to_params(
     }
     if placement != "sequential":
         value["placement"] = placement
-    if prepare:
-        value["prepare"] = True
+    value.update({name: given for name, given in ids.items() if given})
     return {KEY: {**value, "timeout_s": timeout_s}}
 
 
@@ -97,7 +100,8 @@ def from_params(
     if not spans:
         return None
     layout = layout_from_tokens(token_ids, spans, block_size, value.get("scope", "anchored"))
-    return SpanParams(layout, float(timeout), placement, value.get("prepare") is True)
+    id, prepare_for = (str(value.get(name, "")) for name in ("id", "prepare_for"))
+    return SpanParams(layout, float(timeout), placement, id, prepare_for)
 
 
 def _is_pair(span: object) -> bool:

@@ -18,8 +18,9 @@ from kvspan.layout import SpanLayout
 def prepare_stages(layout: SpanLayout) -> list[list[SpanLayout]]:
     """Requests to be run before `layout`: stages one after the other, each all at once.
 
-    The first stage has every distinct span but one that the request itself computes in its place;
-    then comes one stage for every text between spans.
+    The first stage has every distinct span but one that the request itself computes in its place,
+    and the anchor, as an ordinary prompt, where no span is computed after it; then comes one stage
+    for every text between spans.
     """
     if not layout.spans:
         return []
@@ -27,6 +28,8 @@ def prepare_stages(layout: SpanLayout) -> list[list[SpanLayout]]:
     for start, end in layout.spans:
         distinct.setdefault(layout.token_ids[start:end].tobytes(), _alone(layout, start, end))
     first = list(distinct.values())
+    if layout.scope == "isolated" and layout.anchor_len:
+        first.append(SpanLayout(layout.token_ids[: layout.anchor_len + 1], (), layout.block_size))
     if len(layout.spans) == 1 and layout.spans[0][0] == layout.canonical_start:
         first = []
     stages = [first] if first else []

@@ -107,6 +107,8 @@ class Preparer:
         async def one(part: SpanLayout) -> None:
             async with slots:
                 cached = await run(part)
+            if not part.spans:
+                return  # the anchor
             start, end = part.spans[-1]
             # A request that ends in text prepares the text; its spans are those of other requests.
             if end == part.num_tokens - 1 and cached < end:

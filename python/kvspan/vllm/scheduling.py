@@ -239,12 +239,6 @@ class SpanScheduler:
             raise AssertionError("a span reaches the last token")
         return Match(moves, complete=True)
 
-    def has(self, span: PlacedSpan) -> bool:
-        """Whether all of a span's KV is there, at its canonical position."""
-        if span.identity not in self._written:
-            return False
-        return all(self.lookup(key) is not None for key in span.keys)
-
     def forget_unwritten(self, request: SpanRequest, num_computed: int) -> None:
         """The request was given blocks to compute from num_computed on: not yet sources."""
         for span in request.spans:

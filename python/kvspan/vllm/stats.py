@@ -1,7 +1,7 @@
 """What vLLM's log and its /metrics say of spans, through vLLM's own connector statistics.
 
-Counted in the scheduler: a span is looked up, and hit, when its request is first seen there; tokens
-are moved and prepared (computed) in steps, those of preempted requests once more.
+Counted in the scheduler: tokens are moved and prepared (computed) step by step, those of preempted
+requests once more; when a request is over, what of its spans nobody had to compute for it was hit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 COUNTS = {
     "span_tokens_looked_up": "Tokens of spans in requests, preparations left out",
-    "span_tokens_hit": "Tokens of spans that were in the pool when their request came",
+    "span_tokens_hit": "Of these, tokens that were not computed for their request",
     "span_tokens_moved": "Tokens of spans copied to other positions",
     "span_tokens_prepared": "Tokens of spans that were computed",
     "span_deferred_seconds": "Seconds that requests waited for their spans",
