@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,11 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 sys.path.insert(0, str(Path(__file__).parent.parent / "python"))
+if importlib.util.find_spec("torchvision") is None:
+    stubs = str(Path(__file__).parent / "stubs")
+    sys.path.insert(0, stubs)
+    # vLLM looks into a model's class in a process of its own.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [stubs, os.environ.get("PYTHONPATH")]))
 
 import pytest
 from served import BLOCK, Served, save_tiny

@@ -201,8 +201,10 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
                 for h in ordinary(r)
             ]
 
+        # The block that ends right at the restore is among them: in mode "align" vLLM keeps its
+        # recurrent state.
         per_block = self._options.hash_block
-        del request.block_hashes[length // per_block :]
+        del request.block_hashes[(length - 1) // per_block :]
         request._block_hasher = hasher
         request.update_block_hashes()
 
@@ -275,6 +277,9 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         page = track.pages[index]
         copies = [] if page.key else [(page, blocks[index], done - index * size)]
         return Work(track, done, 0, [], blocks[index], copies, table)
+
+    def reset_cache(self) -> bool | None:
+        return None if self._reason else self._store.clear()
 
     # Worker side.
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 Table = tuple[list[int], ...]
+NULL_BLOCK = 0  # vLLM's stand-in for blocks that a request does not need
 
 
 @dataclass(frozen=True)
@@ -341,6 +342,21 @@ class Replayer:
             if primed:
                 self._prime(plan, group, self._slot(group.layers[0], table, plan.length))
             self._replay(plan, group, table)
+        self._fill_boundary(plan, table)
+
+    def _fill_boundary(self, plan: Plan, table: Table) -> None:
+        """Mode "align" also keeps the state of a block that ends right at plan.length."""
+        for layer, module in self._linear.items():
+            gid = self._group_of[module.prefix]
+            spec = self.caches.kv_cache_groups[gid].kv_cache_spec
+            assert isinstance(spec, MambaSpec)
+            if spec.mamba_cache_mode == "none" or plan.length % spec.block_size:
+                continue
+            kept = plan.table[gid][plan.length // spec.block_size - 1]
+            slot = self._slot(layer, table, plan.length)
+            if kept != NULL_BLOCK and kept != slot:
+                for part in module.kv_cache:
+                    part[kept].copy_(part[slot])
 
     def _normed(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         hidden, residual = self._split(rows)

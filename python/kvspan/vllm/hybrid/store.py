@@ -195,6 +195,14 @@ class PageStore:
         if page in self._order and not page.listed:
             self._drop(page)
 
+    def clear(self) -> bool:
+        """Drop everything; False, and nothing is dropped, while something is in use."""
+        if any(item.pins for item in self._order):
+            return False
+        for item in list(self._order):
+            self._drop(item)
+        return True
+
     def _make_room(self, need: int) -> bool:
         if need > self.budget:
             return False

@@ -1,0 +1,174 @@
+"""A tiny hybrid of random weights under vLLM with kvspan's connector; stock vLLM is its oracle."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig
+from vllm import LLM, SamplingParams
+
+VOCAB = 1024
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "initializer_range": 0.06,
+}
+_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [4, 2, 2],
+    "mrope_interleaved": True,
+}
+
+
+def save_hybrid(name: str, folder: Path) -> Path:
+    """A tiny qwen3_5 or qwen3_next whose gates remember for tens to thousands of tokens.
+
+    With the initial gates everything is forgotten in two tokens, and no error in a state shows.
+    """
+    torch.manual_seed(0)
+    if name == "qwen3_5":
+        config: Any = Qwen3_5TextConfig(**_SIZES, rope_parameters=_ROPE)
+    else:
+        config = Qwen3NextConfig(
+            **_SIZES,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+        )
+    model = AutoModelForCausalLM.from_config(config)
+    for layer in model.model.layers:
+        if hasattr(layer, "linear_attn"):
+            gates = layer.linear_attn
+            heads = gates.A_log.numel()
+            step = torch.exp(torch.linspace(math.log(3e-4), math.log(3e-2), heads))
+            gates.dt_bias.data = step + torch.log(-torch.expm1(-step))
+            gates.A_log.data = torch.zeros(heads)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Answer:
+    """cached: prompt tokens that were not computed. replay: kvspan's record of it, if any."""
+
+    tokens: tuple[int, ...]
+    logprobs: dict[int, float]
+    cached: int
+    replay: dict[str, Any]
+
+
+class HybridServed:
+    """mode: vLLM's mamba_cache_mode, "none" or "align" (the latter with prefix caching)."""
+
+    def __init__(
+        self,
+        folder: Path,
+        mode: str,
+        *,
+        connector: bool = True,
+        extra: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if connector:
+            options["kv_transfer_config"] = {
+                "kv_connector": "KvspanConnector",
+                "kv_connector_module_path": "kvspan.vllm.connector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"k_min": 16, **(extra or {})},
+            }
+        settings: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 4096,
+            "max_num_seqs": 16,
+            "enable_prefix_caching": mode == "align",
+            "disable_log_stats": True,
+            "max_logprobs": 64,
+        }
+        self.llm = LLM(str(folder), **{**settings, **options})
+        self.mode = mode
+        self.core = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        self.connector: Any = self.core.scheduler.connector
+
+    def ask(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 16, **kvspan: Any
+    ) -> list[Answer]:
+        """Greedy answers to prompts that are sent together."""
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0,
+            detokenize=False,
+            ignore_eos=True,
+            logprobs=64,
+            extra_args={"kv_transfer_params": {"kvspan": kvspan}} if kvspan else None,
+        )
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False
+        )
+        answers = []
+        for output in outputs:
+            given = output.outputs[0].logprobs
+            assert given is not None
+            answers.append(
+                Answer(
+                    tuple(output.outputs[0].token_ids),
+                    {token: value.logprob for token, value in given[0].items()},
+                    output.num_cached_tokens or 0,
+                    dict((output.kv_transfer_params or {}).get("kvspan", {})),
+                )
+            )
+        return answers
+
+    def forget(self) -> None:
+        """Empty vLLM's cache and kvspan's."""
+        assert self.llm.reset_prefix_cache() or self.mode == "none"
+        if self.connector is not None:
+            self.connector.reset_cache()
+
+    @contextmanager
+    def chunks_of(self, tokens: int) -> Iterator[None]:
+        """Prefill in steps of at most so many tokens."""
+        scheduler = self.core.scheduler
+        before = scheduler.max_num_scheduled_tokens
+        scheduler.max_num_scheduled_tokens = tokens
+        try:
+            yield
+        finally:
+            scheduler.max_num_scheduled_tokens = before
+
+    def close(self) -> None:
+        del self.llm, self.core, self.connector
+        gc.collect()
+
+
+def difference(a: Answer, b: Answer) -> float:
+    """Mean difference of the first token's log-probabilities, over the tokens both give."""
+    both = a.logprobs.keys() & b.logprobs.keys()
+    return sum(abs(a.logprobs[t] - b.logprobs[t]) for t in both) / len(both)
