@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig
 from vllm import LLM, SamplingParams
 
