@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.lora.request import LoRARequest
 
 from kvspan.engine import Placement
 from kvspan.layout import SpanLayout
@@ -81,13 +82,16 @@ class Served:
         prepare: bool = True,
         timeout_s: float = 30.0,
         placement: Placement = "sequential",
+        lora: LoRARequest | None = None,
+        salt: str | None = None,
     ) -> list[RequestOutput]:
         """One token of each layout, with all log-probabilities; their preparations before."""
         stages = [prepare_stages(layout) if prepare else [] for layout in layouts]
         for i in range(max(map(len, stages), default=0)):
             parts = [part for s in stages if i < len(s) for part in s[i]]
-            self._generate(parts, 0, timeout_s, placement)
-        return self._generate(layouts, VOCAB, timeout_s, placement)
+            self._generate(parts, 0, timeout_s, placement, lora, salt)
+        logprobs = min(VOCAB, self.reference.config.vocab_size)
+        return self._generate(layouts, logprobs, timeout_s, placement, lora, salt)
 
     def _generate(
         self,
@@ -95,8 +99,11 @@ class Served:
         logprobs: int,
         timeout_s: float,
         placement: Placement = "sequential",
+        lora: LoRARequest | None = None,
+        salt: str | None = None,
     ) -> list[RequestOutput]:
-        prompts = [{"prompt_token_ids": layout.token_ids.tolist()} for layout in layouts]
+        extra = {"cache_salt": salt} if salt else {}
+        prompts = [{"prompt_token_ids": x.token_ids.tolist(), **extra} for x in layouts]
         params = [
             SamplingParams(
                 max_tokens=1,
@@ -108,7 +115,7 @@ class Served:
             )
             for layout in layouts
         ]
-        return self.llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+        return self.llm.generate(prompts, params, use_tqdm=False, lora_request=lora)  # type: ignore[arg-type]
 
     def error(
         self, layout: SpanLayout, output: RequestOutput, placement: Placement = "sequential"
@@ -117,8 +124,11 @@ class Served:
         given = output.outputs[0].logprobs
         assert given is not None
         got = torch.tensor([given[0][token].logprob for token in range(VOCAB)])
-        expected = span_logprobs(self.reference, layout, placement)
-        return float((got - expected).abs().max())
+        return float((got - self.expected(layout, placement)).abs().max())
+
+    def expected(self, layout: SpanLayout, placement: Placement = "sequential") -> torch.Tensor:
+        """log-probabilities [vocab] of the first token after the prompt, by transformers."""
+        return span_logprobs(self.reference, layout, placement)
 
     @staticmethod
     def audit(output: RequestOutput) -> dict[str, Any]:
