@@ -45,7 +45,7 @@ _UNSPACED = (
 )
 # Marks that are part of a word and no letters for `re`.
 _MARKS = "\u0300-\u036f\u0591-\u05c7\u0610-\u061a\u064b-\u065f\u0900-\u0dff"
-_WORD = re.compile(rf"[{_UNSPACED}]+|(?:(?![{_UNSPACED}])[^\W_]|[{_MARKS}])+")
+_WORD = re.compile(rf"[{_UNSPACED}]+|(?:[^\W_{_UNSPACED}]+|[{_MARKS}]+)+")
 _UNSPACED_START = re.compile(rf"[{_UNSPACED}]")
 
 Report = Callable[[int, int], None]
