@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -92,10 +93,16 @@ def _raw_words(text: str) -> list[str]:
     return found
 
 
-def _stems(found: list[str]) -> list[str]:
-    import Stemmer
+# A stemmer is not for two threads at once, and takes longer to make than to stem a passage.
+_stemmers = threading.local()
 
-    return list(Stemmer.Stemmer("english").stemWords(found))
+
+def _stems(found: list[str]) -> list[str]:
+    if not hasattr(_stemmers, "english"):
+        import Stemmer
+
+        _stemmers.english = Stemmer.Stemmer("english")
+    return list(_stemmers.english.stemWords(found))
 
 
 def best(scores: NDArray[np.float32], limit: int) -> list[int]:
