@@ -137,6 +137,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("cuda_device_count", &kvspan::cuda_device_count);
 
   kvspan::bindings::bind_move_plan(m);
+  kvspan::bindings::bind_gated_delta(m);
   m.def("rerope", &rerope, py::arg("k_src"), py::arg("k_dst"), py::arg("v_src"), py::arg("v_dst"),
         py::arg("src_blocks"), py::arg("dst_blocks"), py::arg("deltas"), py::arg("inv_freq"),
         py::arg("is_neox"), py::arg("axes"), py::arg("rotary_offset"), py::arg("layout"),

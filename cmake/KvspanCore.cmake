@@ -4,8 +4,15 @@ add_library(kvspan_core STATIC
   cpp/src/block_copy_cpu.cpp
   cpp/src/block_hash.cpp
   cpp/src/block_moves.cpp
+  cpp/src/causal_conv1d.cpp
+  cpp/src/causal_conv1d_cpu.cpp
   cpp/src/check.cpp
   cpp/src/dispatch.cpp
+  cpp/src/gated_delta.cpp
+  cpp/src/gated_delta_cpu.cpp
+  cpp/src/gated_delta_cpu_avx2.cpp
+  cpp/src/gated_delta_cpu_avx512.cpp
+  cpp/src/gated_delta_cpu_baseline.cpp
   cpp/src/graph.cpp
   cpp/src/move_schedule.cpp
   cpp/src/rerope_cpu.cpp
@@ -25,12 +32,16 @@ target_link_libraries(kvspan_core PRIVATE kvspan_warnings)
 # Results are the same bits on every instruction set, so products and sums stay separate.
 target_compile_options(kvspan_core PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
 
-# Only these two files leave the baseline instruction set; the code to run is chosen at run time.
+# Only these four files leave the baseline instruction set; the code to run is chosen at run time.
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   set_source_files_properties(cpp/src/rerope_cpu_avx2.cpp PROPERTIES
     COMPILE_OPTIONS "-mavx2;-mf16c")
   set_source_files_properties(cpp/src/rerope_cpu_avx512.cpp PROPERTIES
     COMPILE_OPTIONS "-mavx512f;-mavx512bw;-mavx512dq;-mavx512vl;-mprefer-vector-width=512")
+  set_source_files_properties(cpp/src/gated_delta_cpu_avx2.cpp PROPERTIES
+    COMPILE_OPTIONS "-mavx2;-mf16c;-mfma")
+  set_source_files_properties(cpp/src/gated_delta_cpu_avx512.cpp PROPERTIES
+    COMPILE_OPTIONS "-mavx512f;-mavx512bw;-mavx512dq;-mavx512vl;-mfma;-mprefer-vector-width=512")
 endif()
 
 if(KVSPAN_OPENMP)
@@ -50,7 +61,8 @@ if(KVSPAN_WITH_XXHASH)
 endif()
 
 if(KVSPAN_WITH_CUDA)
-  target_sources(kvspan_core PRIVATE cuda/block_copy.cu cuda/device.cu cuda/rerope.cu)
+  target_sources(kvspan_core PRIVATE cuda/block_copy.cu cuda/device.cu cuda/gated_delta.cu
+    cuda/rerope.cu)
   # Static, so that the library loads (and says why not) where there is no CUDA installation.
   set_target_properties(kvspan_core PROPERTIES CUDA_RUNTIME_LIBRARY Static)
   target_compile_options(kvspan_core PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false>)

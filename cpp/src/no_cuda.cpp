@@ -1,7 +1,9 @@
 // The CUDA side of a build without CUDA.
 #include "kvspan/block_copy.h"
+#include "kvspan/causal_conv1d.h"
 #include "kvspan/check.h"
 #include "kvspan/device.h"
+#include "kvspan/gated_delta.h"
 #include "kvspan/rerope.h"
 
 namespace kvspan {
@@ -18,6 +20,8 @@ namespace cuda {
 
 void rerope(const ReropeArgs&) { require_cuda(); }
 void copy_blocks(const BlockCopyArgs&) { require_cuda(); }
+void gated_delta(const GatedDeltaArgs&) { require_cuda(); }
+void causal_conv1d(const CausalConv1dArgs&) { require_cuda(); }
 
 }  // namespace cuda
 }  // namespace kvspan

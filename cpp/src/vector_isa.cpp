@@ -14,7 +14,7 @@ namespace {
 bool has_avx2() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & (1u << 29));
-  return f16c && __builtin_cpu_supports("avx2");
+  return f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 
 bool has_avx512() {

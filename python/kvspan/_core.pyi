@@ -129,6 +129,35 @@ def rerope(
     stream: int,
     isa: str,
 ) -> None: ...
+def gated_delta(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    initial_state: Any,
+    out: Any,
+    final_state: Any,
+    cu_seqlens: Any,
+    state_layout: str,
+    qk_l2norm: bool,
+    scale: float,
+    num_threads: int,
+    stream: int,
+    isa: str,
+) -> None: ...
+def causal_conv1d(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    state: Any,
+    out: Any,
+    cu_seqlens: Any,
+    silu: bool,
+    num_threads: int,
+    stream: int,
+    isa: str,
+) -> None: ...
 def copy_blocks(
     src: Any,
     dst: Any,

@@ -2,7 +2,7 @@
 # point. A weak symbol (an inline function or template instance) could be chosen by the linker for
 # the whole program, which would then crash on a machine without that instruction set.
 foreach(_object IN LISTS OBJECTS)
-  if(NOT _object MATCHES "rerope_cpu_(avx2|avx512)")
+  if(NOT _object MATCHES "(rerope|gated_delta)_cpu_(avx2|avx512)")
     continue()
   endif()
   execute_process(COMMAND "${NM}" --extern-only --defined-only "${_object}"
@@ -12,7 +12,7 @@ foreach(_object IN LISTS OBJECTS)
   endif()
   string(REGEX MATCHALL "[^\n]+" _lines "${_symbols}")
   foreach(_line IN LISTS _lines)
-    if(NOT _line MATCHES " T [^ ]*rotate_kernels_avx(2|512)")
+    if(NOT _line MATCHES " T [^ ]*(rotate|gated_delta)_kernels_avx(2|512)")
       message(SEND_ERROR "${_object} exports: ${_line}")
     endif()
   endforeach()

@@ -10,7 +10,7 @@ namespace kvspan {
 enum class VectorIsa : std::uint8_t {
   kAuto,      // the widest one of this machine
   kBaseline,  // SSE2 on x86-64, NEON on AArch64
-  kAvx2,      // AVX2, F16C
+  kAvx2,      // AVX2, F16C, FMA
   kAvx512,    // AVX-512 F, BW, DQ, VL
 };
 
