@@ -222,8 +222,8 @@ def test_our_own_engine_for_servers(server: ServerProcess, local: LocalEngine) -
     expected = kv.run(query, engine=local, scope="full", temperature=0)
     assert result.answers == expected.answers and result.usage.cached_tokens > 0
     assert result.usage.prompt_tokens == expected.usage.prompt_tokens
-    (note,) = {note for call in result.calls for note in call.result.reuse.notes}
-    assert "spans sent as plain text" in note
+    (reason,) = {reason for fired in result.trace for reason in fired.reasons}
+    assert "takes plain prompts only" in reason
     assert len(pieces) > 5
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvspan import __version__
-from kvspan.engine import GenerateRequest, GenerateResult, Usage
+from kvspan.engine import GenerateRequest, GenerateResult, Scope, Usage
 from kvspan.executor import derive_seed
 from kvspan.layout import SpanLayout, layout_from_tokens
 from kvspan.query.plan import Message, Prompt, Span
@@ -102,12 +102,21 @@ def completion(service: Service, body: Any) -> Job:
                 layout = await service.engine.lay_out(request)
             else:
                 request = _request(asked, (), asked.max_tokens, "prompt")
-                block_size = service.capabilities().block_size
-                layout = layout_from_tokens(prompt, (), block_size, "full")
+                layout = _layout_of_tokens(service, prompt, asked.kvspan.scope)
             prompts.append((layout, request))
         return await _Answer(service, asked, prompts, TextShape(), emit).run()
 
     return Job(asked.n * len(asked.prompt), asked.stream, run)
+
+
+def _layout_of_tokens(service: Service, prompt: list[int], scope: Scope) -> SpanLayout:
+    """Tokens as they are, with the spans that boundaries among them mark, if these are on."""
+    can, marks = service.capabilities(), service.settings.parentheses
+    if marks is not None:
+        layout = marks.decode(prompt, can.block_size, scope if can.spans else "full")
+        if layout is not None:
+            return layout
+    return layout_from_tokens(prompt, (), can.block_size, "full")
 
 
 def _request(

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from kvspan.errors import KvspanError, UsageError
-from kvspan.parentheses import PARENTHESES_HELP
+from kvspan.parentheses import PARENTHESES_HELP, Parentheses
 from kvspan.progress import ProgressBars
 
 KEY_VARIABLE = "KVSPAN_API_KEY"
@@ -122,6 +122,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--served-model-name is empty", expected="a model's name")
     corpora = open_corpora(args, say)
     corpora.on_note = None  # what clients ask for is not for the log
+    marks = Parentheses.parse(args.parentheses) if args.parentheses else None
     settings = Settings(
         names=names,
         keys=keys,
@@ -130,6 +131,7 @@ def main(args: argparse.Namespace) -> int:
         timeout=args.timeout,
         drain=args.drain_timeout,
         retriever=corpora,
+        parentheses=marks,
     )
     if args.port > 65535:
         raise UsageError("bad --port", expected="0 to 65535", found=str(args.port))
@@ -156,6 +158,8 @@ def main(args: argparse.Namespace) -> int:
         try:
             if args.prepare is not None:
                 prepare_corpora(args, corpora, engine, say)
+            if marks is not None:
+                marks.check(engine.tokenizer, engine.vocab_size)
             serve(Service(engine, settings, engine_metrics(engine)), listener, ready, say)
         finally:
             engine.close()

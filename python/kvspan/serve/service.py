@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvspan.engine import Capabilities, Engine, GenerateRequest, GenerateResult
+from kvspan.parentheses import Parentheses
 from kvspan.serve.errors import SERVER, APIError, unknown_model
 from kvspan.serve.metrics import Metrics
 
@@ -70,6 +71,7 @@ class Settings:
     drain: float = 30.0
     retriever: Corpora | None = None
     keep_alive: float = 15.0
+    parentheses: Parentheses | None = None
 
 
 def shutting_down() -> APIError:
