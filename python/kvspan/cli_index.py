@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from kvspan.errors import UsageError, printable
 
 if TYPE_CHECKING:
+    from kvspan.engine import Engine
     from kvspan.engine.local import LocalEngine
+    from kvspan.progress import ProgressBars
     from kvspan.query.nodes import Node
     from kvspan.retrieve.corpora import Corpora
     from kvspan.retrieve.index import Index
@@ -251,12 +253,11 @@ def _token_counts(args: argparse.Namespace, index: Index) -> dict[str, int] | No
 def _prepare(args: argparse.Namespace, index: Index) -> tuple[Prepared, float]:
     import asyncio
 
-    from kvspan import cli
     from kvspan.progress import ProgressBars
     from kvspan.retrieve.prepare import prepare_chunks
 
     with ProgressBars(args.quiet or args.json) as bars:
-        engine = cli.open_engine_with(args, args.model, bars)
+        engine = _open_engine(args, bars)
         if hasattr(engine, "progress"):
             engine.progress = None  # one bar for all chunks says more than one for each
         started = time.perf_counter()
@@ -276,6 +277,24 @@ def _prepare(args: argparse.Namespace, index: Index) -> tuple[Prepared, float]:
         finally:
             engine.close()
         return prepared, round(time.perf_counter() - started, 3)
+
+
+def _open_engine(args: argparse.Namespace, bars: ProgressBars) -> Engine:
+    """The engine that prepares. A server gets span queries if it takes them."""
+    from kvspan import cli, cli_server
+    from kvspan.extras import importing
+
+    if not cli_server.is_server(args):
+        return cli.open_engine_with(args, args.model, bars)
+    with importing("openai"):
+        from kvspan.retrieve.query_server import QueryServer
+    return QueryServer(
+        args.model,
+        base_url=args.base_url,
+        timeout=args.server_timeout,
+        max_retries=args.server_retries,
+        max_concurrency=args.concurrency,
+    )
 
 
 def _print(args: argparse.Namespace, report: dict[str, Any], prepared: Prepared | None) -> None:

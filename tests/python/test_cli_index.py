@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from fakes import FakeEngine, prompt_text
-from kvspan import cli
+from faulty_server import FaultyServer, answer, error
+from kvspan import cli, cli_index
 from serving import ServerProcess
 
 QUERY = {"g": {"model": "M", "input": {"cross": [
@@ -90,9 +91,40 @@ def test_tokens_and_preparing(tiny_folder: Path, capsys: pytest.CaptureFixture[s
     assert "4 tokens with " in capsys.readouterr().err
 
 
-def test_preparing_through_an_engine(fake: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preparing_on_a_server(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("words.jsonl").write_text('{"title": "w9", "text": "w1 w2"}\n"w3 w4 w5"\n')
+    words = ["index", "words.jsonl", "--prepare", "--engine", "openai", "--json"]
+    words += ["--base-url", f"{server.url}/v1", "--system", "w7 w8", "--salt", "index"]
+    for computed in (32, 0):
+        assert cli.main([*words, "--model", "other"]) == 0
+        prepared = json.loads(capsys.readouterr().out)["prepared"]
+        assert (prepared["chunks"], prepared["tokens"], prepared["computed"]) == (2, 32, computed)
+        assert prepared["notes"] == []
+    assert cli.main([*words, "--model", "nix"]) == 1
+    assert "model 'nix' is not served here" in capsys.readouterr().err
+
+
+def test_preparing_on_a_server_without_queries(capsys: pytest.CaptureFixture[str]) -> None:
+    with FaultyServer(error(404, "no such path"), answer("x")) as server:
+        words = ["index", "town/a.txt", "--prepare", "--model", "M", "--engine", "openai"]
+        assert cli.main([*words, "--base-url", server.url]) == 0
+        query, chat = server.requests
+    assert query[0] == "/v1/query/execute" and chat[0] == "/v1/chat/completions"
+    (message,) = chat[2]["messages"]
+    assert message == {"role": "user", "content": "Tomas repairs clocks."}
+    note = f"note: {server.url}/query/execute is not there: it takes no span queries"
+    assert note in capsys.readouterr().err
+    with FaultyServer(answer("not what a query answers")) as server:
+        assert cli.main([*words, "--base-url", server.url]) == 1
+    assert "/query/execute: the answer is not that of a query" in capsys.readouterr().err
+
+
+def test_preparing_through_an_engine(
+    fake: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli_index, "_token_counts", lambda args, index: None)  # there is no model M
     words = ["index", "town", "--prepare", "--model", "M", "--system", "s", "--salt", "tenant"]
-    assert cli.main([*words, "--engine", "openai", "--scope", "isolated"]) == 0
+    assert cli.main([*words, "--scope", "isolated"]) == 0
     assert "2 chunks prepared in " in capsys.readouterr().err
     assert sorted(fake.prepared) == ["a.txt[0]", "b.jsonl:1[1]"] and fake.closed == 1
     asked = {prompt_text(request.prompt) for request in fake.requests}
