@@ -68,6 +68,11 @@ class VllmEngine:
 
     async def probe(self) -> str:
         """Ask the scheduler with a request of one span what it does with spans: "" if it reuses."""
+        parallel = self.client.vllm_config.parallel_config
+        if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
+            return "data parallelism: spans prepared on one engine are not on the others"
+        if self.max_positions <= self.block_size + 1:
+            return f"the context of {self.max_positions} tokens has no room for a block and a word"
         ids = np.zeros(self.block_size + 1, dtype=np.int32)
         layout = SpanLayout(ids, ((0, self.block_size),), self.block_size)
         params = _sampling(layout, "sequential", 1)
