@@ -18,11 +18,11 @@ import sys
 import time
 from collections.abc import Callable
 
-from kvspan import cross, g, plus, reduce, repeat, system
+from kvspan import cross, g, plus, reduce, repeat, system, user
 from kvspan.layout import PromptEncoder
 from kvspan.query.nodes import Node
 from kvspan.query.optimizer import optimize
-from kvspan.query.plan import make_plan, put_answers, to_prompt
+from kvspan.query.plan import make_plan, to_prompt
 from kvspan.query.read import from_json
 from kvspan.query.write import to_json
 
@@ -64,6 +64,14 @@ def reduction(size: int) -> Node:
     return reduce(g("J", cross(system("s"), plus(drafts), "q")), 2)
 
 
+def deep(size: int) -> Node:
+    """Reductions in reductions, of about ``size`` nodes once they are split."""
+    query: Node = user("innermost")
+    for level in range(size // 12):
+        query = reduce(g("J", cross(system("s"), plus(query, f"a {level}", "b"), "q")), 2)
+    return query
+
+
 def samples(size: int) -> Node:
     return g("J", plus(repeat(size // 2, g("M", "write"))))
 
@@ -73,6 +81,7 @@ SHAPES: dict[str, Callable[[int], Node]] = {
     "judge": judge,
     "reduction": reduction,
     "samples": samples,
+    "deep": deep,
 }
 
 
@@ -88,7 +97,8 @@ def measure(query: Node) -> dict[str, float]:
     plan = make_plan(rewritten)
     marks.append(time.process_time())
     for call in plan.calls:
-        encoder.encode(to_prompt(put_answers(call.node.input, ["a b c"] * len(call.inputs))))
+        answers = [("a b c", None)] * len(call.inputs)
+        encoder.encode(to_prompt(call.node.input, call.path, answers))
     marks.append(time.process_time())
     names = ("parse", "rewrite", "plan", "layout")
     stages = {name: marks[i + 1] - marks[i] for i, name in enumerate(names)}

@@ -95,7 +95,10 @@ def run(
     job = _Job(query, Options(**options), on_text, engine)
     try:
         job.open(open or _default_opener)
-        return asyncio.run(job.run())
+        # asyncio.run writes out what the main task returns as it puts SIGINT back, only to throw
+        # it away; of a large result that takes longer than the run.
+        asyncio.run(job.run())
+        return job.result
     finally:
         job.close()
 
@@ -116,7 +119,8 @@ async def arun(
     job = await asyncio.to_thread(_Job, query, Options(**options), on_text, engine)
     try:
         await asyncio.to_thread(job.open, open or _default_opener)
-        return await job.run()
+        await job.run()
+        return job.result
     finally:
         job.close()
 
@@ -215,12 +219,12 @@ class _Job:
         for engine in self.engines.values():
             engine.close()
 
-    async def run(self) -> RunResult:
+    async def run(self) -> None:
         started = time.perf_counter()
         await self._run_steps()
         ids = self.plan.answers
         texts = [self.results[id].result.text if id in self.results else None for id in ids]
-        return RunResult(
+        self.result = RunResult(
             result=await asyncio.to_thread(put_answers, self.plan.query, texts),
             answers=[text for text in texts if text is not None],
             answer_ids=[id for id in ids if id in self.results],

@@ -64,7 +64,7 @@ class Failure:
         return {**obj, "cause": self.cause} if self.cause is not None else obj
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunResult:
     """The outcome of a query.
 
@@ -87,6 +87,12 @@ class RunResult:
     placement: Placement
     seconds: float
     failures: list[Failure] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """In one line, however large it is."""
+        counts = f"{len(self.answers)} answers, {len(self.calls)} calls"
+        failed = f", {len(self.failures)} failures" if self.failures else ""
+        return f"<RunResult: {counts}{failed}, {self.seconds:.2f} s>"
 
     @property
     def usage(self) -> Usage:

@@ -62,6 +62,10 @@ def plain_prompts(query: Node, context: Context) -> Node:
     >>> plain_prompts(g("M", plus("a")), Context(capabilities=lambda model: none)).plain
     True
     """
+    asks = [node for node in each(query) if isinstance(node, Generate)]
+    able = all(context.can(model).spans for model in {node.model for node in asks})
+    if able and not any(node.plain for node in asks):
+        return query
     spans = _nodes_with_spans(query)
 
     def change(node: Generate, own: _Reader, reader: _Reader | None, in_span: bool) -> Generate:

@@ -21,12 +21,14 @@ T = TypeVar("T")
 
 # spnl holds max_tokens in 32 bits; a larger value could not be read back by it.
 MAX_MAX_TOKENS = 2**31 - 1
+REMEMBERED_DEPTH = 64  # every so many steps down, a path remembers its text
 
 
 class Path:
     """A JSON path as a chain of steps, turned into text only when somebody reads it.
 
-    A tree of n nodes and depth d would otherwise cost n*d characters of paths.
+    A tree of n nodes and depth d would otherwise cost n*d characters of paths. Some steps of a
+    deep path remember their text, so that the next path through them need not join it anew.
 
     >>> str(ROOT.child("g").child("input").child("cross").child(2))
     '$.g.input.cross[2]'
@@ -34,24 +36,32 @@ class Path:
     "$['odd key']"
     """
 
-    __slots__ = ("depth", "parent", "step")
+    __slots__ = ("depth", "parent", "step", "text")
 
     def __init__(self, parent: Path | None, step: str | int) -> None:
         self.parent = parent
         self.step = step
+        self.text: str | None = None
         self.depth: int = 0 if parent is None else parent.depth + 1
 
     def child(self, step: str | int) -> Path:
         return Path(self, step)
 
     def __str__(self) -> str:
-        parts: list[str] = []
+        below: list[Path] = []
         path = self
-        while path.parent is not None:
-            parts.append(_step_text(path.step))
+        while path.parent is not None and path.text is None:
+            below.append(path)
             path = path.parent
-        parts.append(str(path.step))
-        return "".join(reversed(parts))
+        text = path.text or str(path.step)
+        parts: list[str] = []
+        for path in reversed(below):
+            parts.append(_step_text(path.step))
+            if not path.depth % REMEMBERED_DEPTH:
+                text += "".join(parts)
+                parts.clear()
+                path.text = text
+        return text + "".join(parts)
 
     def __repr__(self) -> str:
         return f"<Path {self}>"

@@ -141,7 +141,7 @@ class Call:
     """One generate call.
 
     id: its index in Plan.steps.
-    path: where the generate stands in the query as it was written.
+    place: where the generate stands in the query as it was written.
     node: the generate; generates below it stand for answers still to come.
     inputs: ids of the calls whose answers go into this one's input, in document order.
     after: ids of further steps that have to be over first, because a seq or cross says so, or a
@@ -151,12 +151,16 @@ class Call:
     """
 
     id: int
-    path: str
+    place: Path
     node: Generate
     inputs: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     dropped: bool = False
     options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        return str(self.place)
 
     @property
     def waits_for(self) -> tuple[int, ...]:
@@ -321,7 +325,7 @@ def make_plan(query: Node) -> Plan:
             after = tuple(id for id in waits if id not in known)
             if not waits and not inputs and start[0] is not None:
                 after = (start[0],)
-            place = str(node.origin or path)
+            place = node.origin or path
             options = {name: word for name, word in said.items() if name != "order"}
             dropped = answers is None
             steps.append(Call(len(steps), place, node, tuple(inputs), after, dropped, options))
