@@ -1,4 +1,4 @@
-"""The examples in docs/queries.md are queries, and its tables are complete."""
+"""The examples in docs/queries.md and docs/retrieval.md work, and their tables are complete."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from kvspan import loads
+from fakes import FakeEngine, prompt_text
+from kvspan import loads, run
 from kvspan.query.forms import EXTENSION, EXTENSION_KINDS, KINDS
 from kvspan.query.lisp import to_lisp
 from kvspan.query.optimizer import RULES
+from kvspan.retrieve.chunking import DEFAULT_SIZE
+from kvspan.retrieve.corpora import DEFAULT_LIMIT
+from kvspan.retrieve.documents import SUFFIXES
+from kvspan.retrieve.search import SEARCHES
 
-TEXT = (Path(__file__).parents[2] / "docs" / "queries.md").read_text("utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "queries.md").read_text("utf-8")
+RETRIEVAL = (DOCS / "retrieval.md").read_text("utf-8")
 EXAMPLES = re.findall(r"^```(json|yaml|lisp)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
@@ -26,3 +33,16 @@ def test_example(format: str, text: str) -> None:
 def test_every_node_and_rule_is_named() -> None:
     for name in (*KINDS, EXTENSION, *EXTENSION_KINDS, *(rule.__name__ for rule in RULES)):
         assert f"`{name}`" in TEXT, name
+
+
+def test_retrieval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSPAN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "town.md").write_text("Tomas repairs the clocks in Oldtown.")
+    ((format, text),) = re.findall(r"^```(yaml)\n(.*?)^```", RETRIEVAL, re.MULTILINE | re.DOTALL)
+    engine = FakeEngine()
+    run(loads(text, format=format), engine=engine, corpora={"town": tmp_path / "town.md"})
+    assert "[u:Tomas repairs the clocks in Oldtown.]" in prompt_text(engine.requests[-1].prompt)
+    for name in (*SUFFIXES, *SEARCHES):
+        assert f"`{name}`" in RETRIEVAL, name
+    assert f"{DEFAULT_SIZE:,} characters" in RETRIEVAL
+    assert f"`--fragments`, {DEFAULT_LIMIT})" in RETRIEVAL
