@@ -7,7 +7,9 @@ is rebuilt by replaying each group's LA layers over the last hidden vectors. Who
 
 ``groups``     which layers form which groups; from the config, without torch
 ``families``   one adapter per model family: where its weights are and in which order they act
-``rows``       the forward pass of a run of tokens: FA over the paged pool, LA by kvspan's ops
+``pieces``     where tokens stand in a pass, so that their bits do not depend on what follows
+``rows``       the forward pass of a run of tokens: FA over the paged pool (``attention``), LA by
+               kvspan's ops
 ``hidden``     the kept hidden vectors, beside the KV and under the same block ids
 ``state``      recurrent states, exact checkpoints of them and the marks that bound errors
 ``policy``     exact, bounded(eps), ratio(r), zero: how much of each group is to be replayed

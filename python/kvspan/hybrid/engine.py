@@ -20,10 +20,11 @@ from kvspan.engine.worker import Worker
 from kvspan.errors import KvspanError, UsageError
 from kvspan.hybrid.groups import layer_map, refusal
 from kvspan.hybrid.hidden import HIDDEN_FORMATS, HiddenCache, HiddenFormat
+from kvspan.hybrid.pieces import PIECE
 from kvspan.hybrid.policy import Policy
 from kvspan.hybrid.prefill import HybridCache, HybridPrefill
 from kvspan.hybrid.replay import ReplayOptions
-from kvspan.hybrid.rows import PIECE, HybridRunner
+from kvspan.hybrid.rows import HybridRunner
 from kvspan.hybrid.state import StateStore
 from kvspan.layout import PromptEncoder
 

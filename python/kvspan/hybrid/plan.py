@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvspan.hybrid.groups import Group, LayerMap
+from kvspan.hybrid.pieces import CHUNK, PIECE
 from kvspan.hybrid.policy import Policy
-from kvspan.hybrid.rows import CHUNK, PIECE
 from kvspan.hybrid.state import Mark, RecurrentState
 
 Start = Literal["zero", "checkpoint", "mark"]

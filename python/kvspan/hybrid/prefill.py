@@ -13,10 +13,11 @@ from kvspan.engine.pool import BlockPool, PoolFullError
 from kvspan.engine.prefill import Prefill
 from kvspan.engine.sequence import Sequence, block_slots
 from kvspan.hybrid.match import BlockIndex, Domain, Match
+from kvspan.hybrid.pieces import PIECE, Rows
 from kvspan.hybrid.plan import BUDGET_MIN, RestorePlan, make_mark, plan_restore, record
 from kvspan.hybrid.policy import Policy
 from kvspan.hybrid.replay import ReplayOptions, restore
-from kvspan.hybrid.rows import PIECE, HybridRunner, Rows
+from kvspan.hybrid.rows import HybridRunner
 from kvspan.hybrid.state import Mark, Prefix, RecurrentState, StateStore
 from kvspan.ops import digest_fields
 
@@ -46,8 +47,9 @@ class HybridCache:
 class HybridPrefill(Prefill):
     """Takes one sequence of a hybrid model from admission to its first logits, and keeps its state.
 
-    exact: whether all that is computed for it equals an ordinary run. Only then are states kept as
-    checkpoints, and its blocks found by requests of policy exact.
+    exact: whether all that is computed for it equals an ordinary run, to the bit but for what an
+    answer's decoding rounded differently. Only then are states kept as checkpoints, and its blocks
+    found by requests of policy exact.
     """
 
     def __init__(self, seq: Sequence, cache: HybridCache) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kvspan.engine.attention import Slots
 from kvspan.hybrid.groups import Group
+from kvspan.hybrid.pieces import Rows
 from kvspan.hybrid.plan import GroupPlan, RestorePlan
-from kvspan.hybrid.rows import HybridRunner, Rows
+from kvspan.hybrid.rows import HybridRunner
 from kvspan.hybrid.state import Mark, RecurrentState
 
 TAIL_ROWS = 512  # rows of a pass of an approximate replay

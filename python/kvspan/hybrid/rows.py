@@ -10,142 +10,22 @@ up to it alone. What is approximate anyway runs in rows of its own size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvspan import ops
-from kvspan.engine.attention import Row, Slots, attend_row, attending
+from kvspan.engine.attention import Row, Slots, attending
 from kvspan.engine.loading import quiet
 from kvspan.engine.runner import CHECK_TOKENS, CHECK_TOP, KVCache, ModelRunner
+from kvspan.hybrid.attention import PieceAttention, StepAttention
 from kvspan.hybrid.families import Family, family_of
 from kvspan.hybrid.hidden import HiddenCache
+from kvspan.hybrid.pieces import PIECE
+from kvspan.hybrid.pieces import Rows as Rows
 from kvspan.hybrid.state import RecurrentState
-
-PIECE = 256  # rows of an exact pass: a multiple of CHUNK
-CHUNK = 64  # the grid of the gated delta rule
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Tokens [lo, hi) of a sequence as rows [lo - base, hi - base) of `size`."""
-
-    base: int
-    size: int
-    lo: int
-    hi: int
-
-    @staticmethod
-    def piece(lo: int, hi: int) -> Rows:
-        """The first piece of tokens [lo, hi): up to the end of its place in the grid."""
-        base = lo // PIECE * PIECE
-        return Rows(base, PIECE, lo, min(hi, base + PIECE))
-
-    @staticmethod
-    def tight(lo: int, hi: int) -> Rows:
-        return Rows(lo, hi - lo, lo, hi)
-
-    @property
-    def real(self) -> slice:
-        return slice(self.lo - self.base, self.hi - self.base)
-
-    @property
-    def chunks(self) -> slice:
-        """The real rows, out to the chunk grid."""
-        lo = (self.lo - self.base) // CHUNK * CHUNK
-        return slice(lo, min(self.size, -(-(self.hi - self.base) // CHUNK) * CHUNK))
-
-    def spread(self, x: Tensor) -> Tensor:
-        """[hi - lo, ...] -> [size, ...], zeros elsewhere."""
-        if len(x) == self.size:
-            return x
-        out = x.new_zeros(self.size, *x.shape[1:])
-        out[self.real] = x
-        return out
-
-
-class _Attend:
-    """Attention of one pass: the rows' KV is written to the pool, then rows see what is before.
-
-    write_from: tokens before it are in the pool already and are left as they are.
-    """
-
-    def __init__(self, runner: HybridRunner, rows: Rows, slots: Slots, write_from: int) -> None:
-        self.runner = runner
-        self.rows = rows
-        self.slots = slots
-        self.first = max(rows.lo, write_from)
-        self.new_slots = slots.ids[self.first : rows.hi]
-        self.mask = runner.mask(rows)
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        rows, cache = self.rows, self.runner.cache
-        number = self.runner.full_number[layer]
-        keys, values = cache.keys[number].flatten(0, 1), cache.values[number].flatten(0, 1)
-        new = slice(self.first - rows.base, rows.hi - rows.base)
-        keys[self.new_slots] = key[:, new].transpose(0, 1)
-        values[self.new_slots] = value[:, new].transpose(0, 1)
-        out = F.scaled_dot_product_attention(
-            query[None],
-            self._gather(keys)[None],
-            self._gather(values)[None],
-            self.mask,
-            scale=scale,
-            enable_gqa=query.shape[0] != key.shape[0],
-        )
-        return out[0].transpose(0, 1)
-
-    def _gather(self, cache: Tensor) -> Tensor:
-        """Keys or values of tokens [0, base + size) -> [Hkv, base + size, D]; zeros past hi."""
-        rows = self.rows
-        found = self.slots.gather(cache, 0, rows.hi)
-        end = rows.base + rows.size
-        if rows.hi < end:
-            padded = found.new_zeros(end, *found.shape[1:])
-            padded[: rows.hi] = found
-            found = padded
-        return found.transpose(0, 1)
-
-
-class _Step:
-    """Attention of one decode step: a row of one token for each sequence."""
-
-    def __init__(self, runner: HybridRunner, rows: Sequence[Row]) -> None:
-        self.runner = runner
-        self.rows = rows
-        self.new_slots = torch.cat([row.slots.ids[row.start : row.end] for row in rows])
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        cache = self.runner.cache
-        number = self.runner.full_number[layer]
-        keys, values = cache.keys[number].flatten(0, 1), cache.values[number].flatten(0, 1)
-        keys[self.new_slots] = key.transpose(0, 1)
-        values[self.new_slots] = value.transpose(0, 1)
-        parts = [
-            attend_row(row, query[:, i : i + 1], keys, values, scale, window)
-            for i, row in enumerate(self.rows)
-        ]
-        return torch.cat(parts)
 
 
 class HybridRunner(ModelRunner):
@@ -171,6 +51,13 @@ class HybridRunner(ModelRunner):
         return RecurrentState.zeros(
             len(self.map.linear), self.family.sizes, self.model.dtype, self.model.device
         )
+
+    def _how(self) -> dict[str, Any]:
+        """Options of kvspan's operations: threads if torch may use them, torch's stream."""
+        stream = 0
+        if self.model.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.model.device).cuda_stream
+        return {"num_threads": 1 if torch.get_num_threads() == 1 else 0, "stream": stream}
 
     @property
     def bytes_per_token(self) -> int:
@@ -219,7 +106,7 @@ class HybridRunner(ModelRunner):
         first = max(rows.lo, write_from)
         kept = slots.ids[first : rows.hi]
         new = slice(first - rows.base, rows.hi - rows.base)
-        with attending(_Attend(self, rows, slots, write_from)):
+        with attending(PieceAttention(self, rows, slots, write_from)):
             for layer, kind in enumerate(family.config.layer_types):
                 if kind == "full_attention":
                     residual, branch = family.full(layer, x, rope)
@@ -255,7 +142,13 @@ class HybridRunner(ModelRunner):
         part = rows.chunks
         out = torch.zeros_like(v)
         out[part], final = ops.gated_delta(
-            q[part], k[part], v[part], g[part], beta[part], initial_state=state.ssm[number][None]
+            q[part],
+            k[part],
+            v[part],
+            g[part],
+            beta[part],
+            initial_state=state.ssm[number][None],
+            **self._how(),
         )
         state.ssm[number] = final[0]
         assert projected.z is not None
@@ -269,7 +162,12 @@ class HybridRunner(ModelRunner):
         g, beta = self._gates(layer, rows, projected.a, projected.b)
         part = rows.chunks
         final = ops.gated_delta_state(
-            k[part], v[part], g[part], beta[part], initial_state=state.ssm[number][None]
+            k[part],
+            v[part],
+            g[part],
+            beta[part],
+            initial_state=state.ssm[number][None],
+            **self._how(),
         )
         state.ssm[number] = final[0]
 
@@ -288,6 +186,7 @@ class HybridRunner(ModelRunner):
             weight[s.key_dim :],
             None if bias is None else bias[s.key_dim :],
             state=conv[s.key_dim :][None].contiguous(),
+            **self._how(),
         )
         k, v = out.split([s.key_dim, s.value_dim], dim=-1)
         final = ops.gated_delta_state(
@@ -296,6 +195,7 @@ class HybridRunner(ModelRunner):
             g,
             beta,
             initial_state=state.ssm[number][None],
+            **self._how(),
         )
         state.ssm[number] = final[0]
 
@@ -311,7 +211,7 @@ class HybridRunner(ModelRunner):
         padded[lo + before : hi + before] = mixed[lo:hi]
         weight, bias = self.family.conv(layer)
         start = padded[:before].T[None].contiguous()
-        out, _ = ops.causal_conv1d(padded[before:], weight, bias, state=start)
+        out, _ = ops.causal_conv1d(padded[before:], weight, bias, state=start, **self._how())
         state.conv[number] = padded[hi : hi + before].T.contiguous()
         q, k, v = out.split([s.key_dim, s.key_dim, s.value_dim], dim=-1)
         return (
@@ -343,7 +243,7 @@ class HybridRunner(ModelRunner):
         kept = torch.cat([slots.ids[at : at + 1] for _, at, slots, _ in steps])
         x = family.embed(tokens)
         rope = family.rotary(x, positions)
-        with attending(_Step(self, rows)):
+        with attending(StepAttention(self, rows)):
             for layer, kind in enumerate(family.config.layer_types):
                 if kind == "full_attention":
                     residual, branch = family.full(layer, x, rope)
@@ -367,7 +267,11 @@ class HybridRunner(ModelRunner):
         for i, state in enumerate(states):
             row = slice(i, i + 1)
             mixed, conv = ops.causal_conv1d(
-                projected.mixed[row], weight, bias, state=state.conv[number][None]
+                projected.mixed[row],
+                weight,
+                bias,
+                state=state.conv[number][None],
+                **self._how(),
             )
             q, k, v = mixed.split([s.key_dim, s.key_dim, s.value_dim], dim=-1)
             out, final = ops.gated_delta(
@@ -377,6 +281,7 @@ class HybridRunner(ModelRunner):
                 g[row],
                 beta[row],
                 initial_state=state.ssm[number][None],
+                **self._how(),
             )
             outs.append(out)
             state.conv[number], state.ssm[number] = conv[0], final[0]
