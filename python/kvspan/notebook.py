@@ -28,6 +28,13 @@ _PRE = (
 _SOFT = 'style="opacity:.7"'
 
 
+def query_text(query: Node) -> str:
+    """A small query as the builder calls that make it, a large one as a tree with its parts cut."""
+    if count_nodes(query) <= HEAD and len(text := repr(query)) <= TEXT:
+        return printable(text)
+    return "\n".join(line[2:] for line in draw_tree(query))
+
+
 def query_html(query: Node) -> str:
     """The query as a tree."""
     count = count_nodes(query)

@@ -94,6 +94,12 @@ class RunResult:
         failed = f", {len(self.failures)} failures" if self.failures else ""
         return f"<RunResult: {counts}{failed}, {self.seconds:.2f} s>"
 
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        from kvspan.notebook import result_html
+
+        return result_html(self)
+
     @property
     def usage(self) -> Usage:
         """Tokens of all calls together."""

@@ -150,6 +150,18 @@ class Node:
                     stack += [child] if index == 0 else [child, ", "]
         return "".join(parts)
 
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        from kvspan.notebook import query_html
+
+        return query_html(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """As IPython shows it in a terminal: a large query as its first lines."""
+        from kvspan.notebook import query_text
+
+        printer.text(query_text(self))
+
     # An immutable tree is its own copy; pickling goes through JSON text because pickle recurses.
     def __copy__(self) -> Node:
         return self

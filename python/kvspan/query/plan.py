@@ -199,7 +199,7 @@ class Say:
 Step = Call | Barrier | Say
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The steps of a query, each after all it waits for.
 
@@ -214,6 +214,17 @@ class Plan:
     @property
     def calls(self) -> tuple[Call, ...]:
         return tuple(step for step in self.steps if isinstance(step, Call))
+
+    def __repr__(self) -> str:
+        """In one line, however large it is."""
+        calls, answers = len(self.calls), len(self.answers)
+        return f"<Plan: {calls} calls, {answers} of them answers>"
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        from kvspan.notebook import plan_html
+
+        return plan_html(self)
 
     def to_obj(self) -> dict[str, Any]:
         """The plan as JSON values."""
