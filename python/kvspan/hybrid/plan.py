@@ -175,8 +175,14 @@ def make_mark(
     return Mark(state.position, norms, which, heads)
 
 
-def record(plan: RestorePlan, exact: bool, bytes_moved: int) -> dict[str, Any]:
-    """What a request's record says of its restore. exact: of the whole, sources included."""
+def record(
+    plan: RestorePlan, exact: bool, bytes_moved: int, bytes_per_token: int
+) -> dict[str, Any]:
+    """What a request's record says of its restore.
+
+    exact: of the whole, sources included. bytes_per_token: what is cached of a token, KV and
+    hidden vectors.
+    """
     return {
         "policy": str(plan.policy),
         "matched_tokens": plan.matched,
@@ -190,4 +196,5 @@ def record(plan: RestorePlan, exact: bool, bytes_moved: int) -> dict[str, Any]:
             for group in plan.groups
         ],
         "bytes_moved": bytes_moved,
+        "bytes_per_token": bytes_per_token,
     }

@@ -138,8 +138,9 @@ class HybridPrefill(Prefill):
         self.state = done.state
         sound = match.exact >= match.tokens and self.model.hidden.exact
         self.exact = plan.exact and sound
-        copied = match.tail_tokens * self.model.bytes_per_token
-        self.reuse.replay = record(plan, self.exact, done.bytes_moved + copied)
+        per_token = self.model.bytes_per_token
+        moved = done.bytes_moved + match.tail_tokens * per_token
+        self.reuse.replay = record(plan, self.exact, moved, per_token)
         if not self.exact:
             self.reuse.notes.append(f"recurrent state restored approximately ({self.policy})")
 
