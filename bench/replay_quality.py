@@ -169,11 +169,11 @@ def recall_batch(
 ) -> tuple[Tensor, list[int]]:
     """Contexts [size, length + 3 * QUESTIONS] to be resumed at ``length``, and the places of the
     answers (the same in all)."""
-    records = 128 if length >= 1000 else 64
+    keys = 48 if length >= 1000 else 24
     rows = []
     for _ in range(size):
         distance = length // 4 if far else rng.randint(NEAREST, NEAR)
-        context = task.resumed_context(source, records, length, distance, QUESTIONS, rng)
+        context = task.resumed_context(source, keys, length, distance, QUESTIONS, rng)
         rows.append(context.tokens)
     return torch.tensor(rows), context.answers
 

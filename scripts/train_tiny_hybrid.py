@@ -3,7 +3,7 @@
     nice python scripts/train_tiny_hybrid.py --out DIR [--minutes 60] [--seed 0]
 
 Text and recall together (see tiny_hybrid_task.py). Recall does not emerge from long contexts, so
-that they grow: whenever the running accuracy passes 0.95, twice the records. A checkpoint in
+that they grow: whenever the running accuracy passes 0.95, twice the keys. A checkpoint in
 DIR/state.pt every two minutes: the same command goes on from it.
 """
 
@@ -23,16 +23,14 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3_5T
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-# (records, modes, tokens of a context, contexts in a batch)
+# (keys, tokens of a context, contexts in a batch); the first without text in between
 STAGES = [
-    (4, 1, 48, 56),
-    (8, 1, 64, 40),
-    (8, 2, 96, 32),
-    (16, 4, 160, 24),
-    (32, 4, 256, 16),
-    (64, 4, 512, 8),
-    (128, 4, 1024, 4),
-    (128, 4, 2048, 2),
+    (4, 96, 28),
+    (8, 160, 18),
+    (16, 256, 12),
+    (32, 512, 7),
+    (48, 1024, 4),
+    (48, 2048, 2),
 ]
 COOLDOWN_STEPS = 250
 PASSED = 0.95
@@ -137,7 +135,7 @@ def chunked_delta_rule(query, key, value, g, beta, *, initial_state, output_fina
 
 def batch(source: bytes, stage: int, rng: random.Random):
     """(tokens [B, T], which of them are answers, which are text that follows text)."""
-    length, size = STAGES[stage][2:]
+    length, size = STAGES[stage][1:]
     rows, answers = [], torch.zeros(size, length, dtype=torch.bool)
     for row in range(size):
         if row < size // 6:
@@ -145,8 +143,8 @@ def batch(source: bytes, stage: int, rng: random.Random):
             rows.append(list(source[start : start + length]))
             continue
         back = rng.random() < 0.15  # earlier stages are not forgotten
-        records, modes = STAGES[rng.randint(0, stage) if back else stage][:2]
-        context = task.training_context(source, records, modes, length, rng)
+        keys = STAGES[rng.randint(0, stage) if back else stage][0]
+        context = task.training_context(source, keys, length, rng, calm=stage == 0)
         rows.append(context.tokens)
         answers[row, context.answers] = True
     tokens = torch.tensor(rows)
