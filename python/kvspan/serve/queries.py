@@ -2,7 +2,8 @@
 
 The answer is a chat completion object with one choice for each answer of the query, in document
 order; ``kvspan`` beside the choices holds the result, which is a query again, and every call. In a
-stream each piece of an answer is a chunk, and ``kvspan`` comes with the last one.
+stream each piece of an answer is a chunk, and ``kvspan`` comes with the last one. That is what
+spnl's client reads; of a ``map`` it expects a text completion object, and gets one.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from kvspan.engine import PLACEMENTS, SCOPES
 from kvspan.errors import UsageError
 from kvspan.executor import arun, plan_query
 from kvspan.query.context import NESTED, ORDERS
-from kvspan.query.forms import Map, Reduce, Repeat
+from kvspan.query.forms import Map, Options, Reduce, Repeat
 from kvspan.query.nodes import Generate, Node, Path, fold
 from kvspan.query.plan import Call, Plan
 from kvspan.query.read import loads
-from kvspan.serve.answers import ChatShape, Emit, Envelope, Job, usage_of
+from kvspan.serve.answers import ChatShape, Emit, Envelope, Job, TextShape, usage_of
 from kvspan.serve.errors import APIError, UnknownModelError
 from kvspan.serve.service import Service
 
@@ -34,7 +35,8 @@ def query(service: Service, body: bytes, options: dict[str, str]) -> Job:
 
     async def run(emit: Emit) -> dict[str, Any]:
         tree, plan = await asyncio.to_thread(_read, body, service)
-        answer = _Stream(plan, settings.names[0], emit) if stream else None
+        shape = _shape_for(tree)
+        answer = _Stream(plan, shape, settings.names[0], emit) if stream else None
         result = await arun(
             tree,
             engine=service,
@@ -51,11 +53,16 @@ def query(service: Service, body: bytes, options: dict[str, str]) -> Job:
         if answer:
             answer.finish([(one.text, one.finish_reason) for one in found], more)
             return {}
-        shape = ChatShape()
         choices = [shape.complete(i, one.text, one.finish_reason) for i, one in enumerate(found)]
         return Envelope(shape, settings.names[0])(shape.whole, choices, **more)
 
     return Job(1, stream, run)
+
+
+def _shape_for(tree: Node) -> ChatShape | TextShape:
+    while isinstance(tree, Options):
+        (tree,) = tree.children
+    return TextShape() if isinstance(tree, Map) else ChatShape()
 
 
 def _read(body: bytes, service: Service) -> tuple[Node, Plan]:
@@ -103,9 +110,9 @@ def count_calls(tree: Node) -> int:
 class _Stream:
     """The chunks of a query's answers; what its inner calls say is not among them."""
 
-    def __init__(self, plan: Plan, model: str, emit: Emit) -> None:
+    def __init__(self, plan: Plan, shape: ChatShape | TextShape, model: str, emit: Emit) -> None:
         self.emit = emit
-        self.shape = ChatShape()
+        self.shape = shape
         self.envelope = Envelope(self.shape, model)
         self.sent: dict[int, str] = {}
         steps = [plan.steps[id] for id in plan.answers]
