@@ -27,6 +27,7 @@ distance -> control_anchor_is_not_moved.
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +170,31 @@ def test_only_what_was_computed_is_a_source(
     # The pool has room for all of it, so no block has been two things.
     assert not {src for src, _, _ in moves} & {dst for _, dst, _ in moves}
     assert len({src for src, _, _ in moves}) < len(moves) / 2
+
+
+def test_sources_that_are_used_are_evicted_last(served: Served) -> None:
+    assert served.llm.llm_engine.reset_prefix_cache()
+    served.ask([make([2, 1], seed=66)])
+    layout = make([1, 2], seed=66)
+    served.ask([layout], prepare=False)
+    pool = scheduler_of(served).kv_cache_manager.block_pool
+    for question in range(30):  # 30 times 18 blocks of other things, and the same document
+        ids = make([3, 5, 0, 3], seed=100 + question).token_ids
+        served.ask([layout_from_tokens(ids, (), BLOCK)])
+        asked = make([1, 2], seed=66, question=question)
+        (output,) = served.ask([asked], prepare=False, timeout_s=0.05)
+        # What was placed is hit where it lies until it is evicted; its source must still be there.
+        pool.evict_blocks({block.block_id for block in _placed(served, layout)})
+        assert served.audit(output)["computed_tokens"] == 0
+
+
+def _placed(served: Served, layout: SpanLayout) -> list[Any]:
+    """The blocks that hold the second span of layout at its place."""
+    anchor = [bytes(32)] * (layout.anchor_len // BLOCK)
+    span = SpanRequest(layout, anchor, salt=None, lora="").spans[1]
+    lookup = scheduler_of(served).kv_cache_manager.block_pool.get_cached_block
+    found = [lookup(span.block_hash(i), [0]) for i in range(len(span.keys))]
+    return [blocks[0] for blocks in found if blocks]
 
 
 def _cut_span(served: Served, monkeypatch: pytest.MonkeyPatch, seed: int) -> float:

@@ -338,8 +338,17 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
             return
         table = blocks.get_block_ids()[0]
         self._step.moves += [(move.src, table[move.index], move.delta) for move in plan]
+        self._refresh(plan)
         tracked.spans.audit.moved_tokens += num_external_tokens
         self._stats.add("span_tokens_moved", num_external_tokens)
+
+    def _refresh(self, plan: list[Move]) -> None:
+        """What is used is evicted last, as after a hit: a move alone does not touch its source."""
+        assert self._pool is not None
+        sources = [self._pool.blocks[src] for src in dict.fromkeys(move.src for move in plan)]
+        idle = [block for block in sources if not block.ref_cnt]
+        self._pool.touch(idle)
+        self._pool.free_blocks(reversed(idle))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         step, self._step = self._step, StepMetadata()
