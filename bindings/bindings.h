@@ -7,6 +7,7 @@ namespace kvspan::bindings {
 
 void bind_block_hash(pybind11::module_& m);
 void bind_gated_delta(pybind11::module_& m);
+void bind_copy_queue(pybind11::module_& m);
 void bind_move_plan(pybind11::module_& m);
 
 }  // namespace kvspan::bindings

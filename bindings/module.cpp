@@ -136,6 +136,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("built_with_cuda", &kvspan::built_with_cuda);
   m.def("cuda_device_count", &kvspan::cuda_device_count);
 
+  kvspan::bindings::bind_copy_queue(m);
   kvspan::bindings::bind_move_plan(m);
   kvspan::bindings::bind_gated_delta(m);
   m.def("rerope", &rerope, py::arg("k_src"), py::arg("k_dst"), py::arg("v_src"), py::arg("v_dst"),

@@ -7,6 +7,9 @@ add_library(kvspan_core STATIC
   cpp/src/causal_conv1d.cpp
   cpp/src/causal_conv1d_cpu.cpp
   cpp/src/check.cpp
+  cpp/src/copier_cpu.cpp
+  cpp/src/copy_pieces.cpp
+  cpp/src/copy_queue.cpp
   cpp/src/dispatch.cpp
   cpp/src/gated_delta.cpp
   cpp/src/gated_delta_cpu.cpp
@@ -27,7 +30,8 @@ add_library(kvspan_core STATIC
   cpp/src/vector_isa.cpp
   cpp/src/xxh3.cpp)
 target_include_directories(kvspan_core PUBLIC cpp/include PRIVATE cpp/src)
-target_link_libraries(kvspan_core PRIVATE kvspan_warnings)
+find_package(Threads REQUIRED)  # of the copy queue
+target_link_libraries(kvspan_core PRIVATE kvspan_warnings Threads::Threads)
 
 # Results are the same bits on every instruction set, so products and sums stay separate.
 target_compile_options(kvspan_core PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
@@ -61,7 +65,7 @@ if(KVSPAN_WITH_XXHASH)
 endif()
 
 if(KVSPAN_WITH_CUDA)
-  target_sources(kvspan_core PRIVATE cuda/block_copy.cu cuda/device.cu cuda/gated_delta.cu
+  target_sources(kvspan_core PRIVATE cuda/block_copy.cu cuda/copy_queue.cu cuda/device.cu cuda/gated_delta.cu
     cuda/rerope.cu)
   # Static, so that the library loads (and says why not) where there is no CUDA installation.
   set_target_properties(kvspan_core PROPERTIES CUDA_RUNTIME_LIBRARY Static)

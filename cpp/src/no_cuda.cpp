@@ -1,4 +1,5 @@
 // The CUDA side of a build without CUDA.
+#include "copier.h"
 #include "kvspan/block_copy.h"
 #include "kvspan/causal_conv1d.h"
 #include "kvspan/check.h"
@@ -20,6 +21,10 @@ namespace cuda {
 
 void rerope(const ReropeArgs&) { require_cuda(); }
 void copy_blocks(const BlockCopyArgs&) { require_cuda(); }
+std::unique_ptr<copy_impl::Copier> make_copier(const CopyQueueOptions&) {
+  require_cuda();
+  return nullptr;
+}
 void gated_delta(const GatedDeltaArgs&) { require_cuda(); }
 void causal_conv1d(const CausalConv1dArgs&) { require_cuda(); }
 

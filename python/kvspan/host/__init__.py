@@ -34,8 +34,21 @@ The calls:
     more; its memory is free once its last pin is.
 
 Memory is one piece, ``memory_bytes`` long or given by the caller (page-locked, say), cut into pages
-of ``page_bytes``; an entry has whole pages that lie anywhere, so memory never fragments. Pages are
-what block_copy's queue gathers from and scatters to.
+of ``page_bytes``; an entry has whole pages that lie anywhere, so memory never fragments.
+
+:class:`CopyQueue` moves entries in the background, between ``pages`` and blocks of a pool:
+
+    >>> import numpy as np
+    >>> from kvspan.host import CopyQueue
+    >>> pool = np.arange(32, dtype=np.uint8).reshape(4, 8)  # [num_blocks, ...]
+    >>> with HostTier(1 << 20) as tier, CopyQueue() as queue:
+    ...     with tier.reserve(b"blocks", 16, cost=2e9) as entry:
+    ...         stored = queue.submit([(pool, [3, 1])], entry.pages).wait()
+    ...     pool[:] = 0
+    ...     with tier.view(b"blocks") as entry:
+    ...         restored = queue.submit(entry.pages, [(pool, [0, 1])]).wait()
+    >>> pool[:2].tolist()
+    [[24, 25, 26, 27, 28, 29, 30, 31], [8, 9, 10, 11, 12, 13, 14, 15]]
 
 Eviction is GreedyDual-Size-Frequency: an entry is worth the FLOPs that a hit saves, ``cost``, times
 its uses, for each byte that it takes. That is added to a clock, which is the worth of what was
@@ -46,8 +59,18 @@ background and has a budget of its own. See :mod:`kvspan.host.disk` for what a c
 never wrong bytes.
 """
 
+from kvspan.host.copying import CopyJob, CopyQueue
 from kvspan.host.disk import DiskLevel
 from kvspan.host.stats import HostStats, LevelStats
 from kvspan.host.tier import HostTier, Reservation, View
 
-__all__ = ["DiskLevel", "HostStats", "HostTier", "LevelStats", "Reservation", "View"]
+__all__ = [
+    "CopyJob",
+    "CopyQueue",
+    "DiskLevel",
+    "HostStats",
+    "HostTier",
+    "LevelStats",
+    "Reservation",
+    "View",
+]
