@@ -38,7 +38,7 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvspan.errors import UsageError
-from kvspan.layout import layout_from_tokens
+from kvspan.layout import SpanLayout, layout_from_tokens
 from kvspan.vllm import attention
 from kvspan.vllm import connector as connector_module
 from kvspan.vllm.connector import KvspanConnector
