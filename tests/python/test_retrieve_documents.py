@@ -108,7 +108,7 @@ def test_places_without_documents(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no document in the folder; .*.pdf; found no files$"):
         list_files(tmp_path)
     (tmp_path / "x.png").write_text("")
-    with pytest.raises(UsageError, match=r"no document in the folder; .*; found 1 other files$"):
+    with pytest.raises(UsageError, match=r"no document in the folder; .*; found 1 other file$"):
         list_files(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match=r"pipe: neither a file nor a folder$"):

@@ -58,7 +58,7 @@ def list_files(path: str | os.PathLike[str]) -> tuple[list[tuple[str, Path]], in
                 "no document in the folder",
                 source=str(path),
                 expected=f"files that end in {', '.join(SUFFIXES)}",
-                found=f"{others} other files" if others else "no files",
+                found=f"{others} other file{'s' * (others > 1)}" if others else "no files",
             )
         return sorted(found), others
     if not root.exists():
