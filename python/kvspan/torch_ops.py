@@ -1,4 +1,4 @@
-"""The block operations as ``torch.ops.kvspan.*``, for torch.compile and CUDA graphs.
+"""The operations as ``torch.ops.kvspan.*``, for torch.compile and CUDA graphs.
 
 Importing this module registers them with torch.library: mutating operations with schemas that say
 what they write, and fake implementations, so that torch.compile traces through them (no graph
@@ -9,6 +9,8 @@ break) and functionalisation keeps their order. ::
     kvspan::rerope_layers_(keys![], values![], src_blocks, dst_blocks, deltas, inv_freq[], ...)
     kvspan::copy_blocks(src, dst!, src_blocks, dst_blocks)
     kvspan::copy_blocks_(pool!, src_blocks, dst_blocks)                           within one pool
+
+and those of linear attention, :mod:`kvspan.torch_ops_gated_delta`.
 
 The ones with an underscore read and write the same pools: a schema must not call one memory both
 read-only and written. Arguments mean what they do in :mod:`kvspan.ops`, moves and frequencies are
@@ -23,8 +25,18 @@ import torch
 from torch import Tensor
 
 from kvspan import ops
+from kvspan.torch_ops_gated_delta import causal_conv1d_, gated_delta_, gated_delta_state_
 
-__all__ = ["copy_blocks", "copy_blocks_", "rerope", "rerope_", "rerope_layers_"]
+__all__ = [
+    "causal_conv1d_",
+    "copy_blocks",
+    "copy_blocks_",
+    "gated_delta_",
+    "gated_delta_state_",
+    "rerope",
+    "rerope_",
+    "rerope_layers_",
+]
 
 
 def _stream(tensor: Tensor) -> int:
