@@ -29,8 +29,8 @@ from traffic import (
     scheduler_of,
 )
 
-# The long run that the figures in bench/results are of: KVSPAN_VLLM_REQUESTS=2000.
-REQUESTS = int(os.environ.get("KVSPAN_VLLM_REQUESTS", "300"))
+# Random requests of one model in `test_nothing_is_left_behind`. The long run has 2000.
+REQUESTS = int(os.environ.get("KVSPAN_VLLM_REQUESTS", "150"))
 
 
 @pytest.fixture(scope="module")

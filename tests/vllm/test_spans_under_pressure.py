@@ -36,6 +36,8 @@ from test_spans import TOLERANCE, make
 from traffic import Ask, Verdict, judge, run, scheduler_of
 from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from vllm.v1.attention.backends import registry
+from vllm.v1.core.block_pool import BlockPool
 
 from kvspan.errors import UsageError
 from kvspan.layout import SpanLayout, layout_from_tokens
@@ -45,7 +47,7 @@ from kvspan.vllm.connector import KvspanConnector
 from kvspan.vllm.moving import BlockMover
 from kvspan.vllm.prepare import prepare_stages
 from kvspan.vllm.scheduling import PlacedSpan, Row, SpanRequest, SpanScheduler
-from kvspan.vllm.support import no_rows, refusal, rotary
+from kvspan.vllm.support import missing_hook, no_rows, refusal, rotary, version_note
 
 
 def test_control_moves_without_rotation(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,6 +319,19 @@ def test_graphs_and_gpus_are_refused_rows(served: Served, monkeypatch: pytest.Mo
     assert "overlap" in no_rows(config)
     monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
     assert "GPU" in no_rows(config)
+
+
+def test_a_missing_hook_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, cache_config = served.llm.llm_engine.vllm_config, _connector(served)._kv_cache_config
+    assert missing_hook() == ""
+    with monkeypatch.context() as patch:
+        patch.delattr(BlockPool, "touch")
+        assert refusal(config, cache_config, "").endswith(
+            "no vllm.v1.core.block_pool:BlockPool.touch"
+        )
+    monkeypatch.delattr(registry, "register_backend")
+    assert no_rows(config).endswith("registry:register_backend")
+    assert version_note("0.31.9+cpu") and not version_note("0.32.0+cpu")
 
 
 @pytest.mark.parametrize(

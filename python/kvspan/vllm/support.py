@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +20,56 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
+# What of vLLM the connector stands on, beside the connector interface itself.
+_HOOKS = (
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.on_new_request",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.bind_gpu_block_pool",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.bind_kv_cache_manager",
+    "vllm.v1.core.block_pool:BlockPool.get_cached_block",
+    "vllm.v1.core.block_pool:BlockPool.get_new_blocks",
+    "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks",
+    "vllm.v1.core.block_pool:BlockPool.touch",
+    "vllm.v1.core.block_pool:BlockPool.free_blocks",
+    "vllm.v1.core.block_pool:BlockPool.evict_blocks",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids",
+    "vllm.v1.request:Request.update_block_hashes",
+)
+_ROW_HOOKS = (
+    "vllm.v1.attention.backends.registry:register_backend",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_ATTN",
+    "vllm.v1.attention.backend:CommonAttentionMetadata.replace",
+)
+_ROW_FIELDS = ("positions", "slot_mapping", "block_table_tensor", "query_start_loc_cpu")
+
+
+def missing_hook(names: Iterable[str] = _HOOKS) -> str:
+    """The first "module:attribute" that this vLLM does not have, or ""."""
+    for name in names:
+        module, _, path = name.partition(":")
+        try:
+            attrgetter(path)(importlib.import_module(module))
+        except (ImportError, AttributeError):
+            return name
+    return ""
+
+
+def _missing_row_hook() -> str:
+    if name := missing_hook(_ROW_HOOKS):
+        return name
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    known = {field.name for field in fields(CommonAttentionMetadata)}
+    return next(
+        (f"CommonAttentionMetadata.{name}" for name in _ROW_FIELDS if name not in known), ""
+    )
+
+
 def no_rows(vllm_config: VllmConfig) -> str:
     """Why attention rows and positions can't be changed (`kvspan.vllm.attention`), or ""."""
     from vllm.platforms import current_platform
+
+    if name := _missing_row_hook():
+        return f"this vLLM has no {name}"
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if not current_platform.is_cpu():
@@ -35,6 +85,8 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, no_rows: st
     """Why spans are off for this configuration; "" when they are on."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+    if name := missing_hook():
+        return f"this vLLM has no {name}"
     model, cache, parallel = (
         vllm_config.model_config,
         vllm_config.cache_config,
