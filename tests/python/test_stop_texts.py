@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvspan.engine.sampling import Detokenizer
+from kvspan.engine.detokenizer import Detokenizer
 from kvspan.layout import layout_from_tokens
 from span_oracle import span_logprobs
 from test_engine_requests import TOLERANCE, blocks_in_use, rag

@@ -11,8 +11,9 @@ from typing import Literal
 import torch
 
 from kvspan.engine import GenerateRequest, GenerateResult
+from kvspan.engine.detokenizer import Detokenizer
 from kvspan.engine.prefill import Prefill
-from kvspan.engine.sampling import Detokenizer, Sampler
+from kvspan.engine.sampling import Sampler
 from kvspan.layout import Answer, SpanLayout
 
 
@@ -33,6 +34,7 @@ class Job:
     max_new_tokens: int = 0
     finish_reason: Literal["stop", "length"] | None = None
     at_end: bool = False  # the model ended the text itself, with a token that is not in the answer
+    text: str = ""
     written: int = 0  # tokens of the answer whose KV was computed
     answer: Answer | None = None
     first_token_at: float = 0.0

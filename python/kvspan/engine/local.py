@@ -22,12 +22,13 @@ from kvspan.engine import (
     PromptTooLongError,
 )
 from kvspan.engine.attention import IMPLEMENTATION
+from kvspan.engine.detokenizer import Detokenizer
 from kvspan.engine.job import EngineStats, Job
 from kvspan.engine.loading import load_model
 from kvspan.engine.pool import BlockPool
 from kvspan.engine.rope import UnsupportedModelError, probe_layers
 from kvspan.engine.runner import KVCache, ModelRunner
-from kvspan.engine.sampling import Detokenizer, Sampler
+from kvspan.engine.sampling import Sampler
 from kvspan.engine.sequence import CacheDomain
 from kvspan.engine.worker import Worker, blocks_beside
 from kvspan.errors import KvspanError, UsageError

@@ -247,17 +247,24 @@ class Worker:
 
     def _finish(self, jobs: list[Job]) -> None:
         """Cache what was computed for jobs that came to their end, and settle their futures."""
+        done = []
         for job in jobs:
-            self._cache(job)
+            try:
+                job.text = job.detokenizer.finish()
+            except Exception as e:  # of its own stream: the others go on
+                self._fail(job, e)
+            else:
+                self._cache(job)
+                done.append(job)
         wanted, answers = [], []
-        for job in jobs:
+        for job in done:
             if job.request.keep_answer and job.answer is not None:
                 wanted.append(job)
                 answers.append(Finished(job.active.seq, job.answer, job.written))
         try:
             kept = keep_answers(answers, self.encoder, self.pool, self.runner)
         except Exception as e:
-            for job in jobs:
+            for job in done:
                 self._fail(job, e)
             return
         for job, is_kept in zip(wanted, kept, strict=True):
@@ -265,11 +272,8 @@ class Worker:
                 job.active.reuse.kept_tokens = len(job.detokenizer.token_ids)
             else:
                 job.notes.append("the KV of the answer was not kept: the pool is full")
-        for job in jobs:
-            try:
-                self._settle(job)
-            except Exception as e:  # of its own stream
-                self._fail(job, e)
+        for job in done:
+            self._settle(job)
 
     def _cache(self, job: Job) -> None:
         """Cache the answer as text, for prompts that go on from it; make it a span if it can be."""
@@ -309,7 +313,7 @@ class Worker:
         assert job.finish_reason is not None
         job.future.set_result(
             GenerateResult(
-                job.detokenizer.finish(),
+                job.text,
                 list(ids),
                 job.finish_reason,
                 usage,
