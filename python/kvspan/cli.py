@@ -39,6 +39,8 @@ examples:
       Messages alone are a query too: the model goes on from them.
   kvspan explain query.json
       Show the query, how it is rewritten, and where its tokens go. Runs nothing.
+  kvspan run query.yaml --corpus notes=notes/
+      The query reads what fits its question in the files of notes/ (text, Markdown, PDF, ...).
   kvspan run query.json --json | jq .answers[0]
       Answers, usage, timings, and what was reused, moved and prepared, as one JSON object.
 
