@@ -290,13 +290,18 @@ class Scheduler {
   void run_by_priority() {
     const std::int32_t num_levels =
         1 + *std::max_element(num_followers_.begin(), num_followers_.end());
-    Int32Vector first(num_levels, -1);  // lists of ready steps, one per level
-    Int32Vector next(num_waits_.size(), -1);
+    // A stack of ready steps for each level, one behind the other: ready[bottom[l]] to
+    // ready[top[l] - 1]. Each step enters once.
+    Int32Vector ready(num_waits_.size());
+    Int32Vector bottom(num_levels + 1, 0);
+    for (const std::int32_t level : num_followers_) ++bottom[level + 1];
+    for (std::int32_t level = 0; level < num_levels; ++level) bottom[level + 1] += bottom[level];
+    Int32Vector top(bottom.begin(), bottom.end() - 1);
     std::priority_queue<std::int32_t> levels;  // those with a step
     const auto push = [&](std::int32_t step) {
       const std::int32_t level = num_followers_[step];
-      if (first[level] < 0) levels.push(level);
-      next[step] = std::exchange(first[level], step);
+      if (top[level] == bottom[level]) levels.push(level);
+      ready[top[level]++] = step;
     };
     start(push);
     std::vector<std::int32_t> released;
@@ -304,16 +309,31 @@ class Scheduler {
       const std::size_t begin = out_.steps.size();
       for (std::int64_t room = limits_.max_batch_size; room > 0 && !levels.empty(); --room) {
         const std::int32_t level = levels.top();
-        out_.steps.push_back(first[level]);
-        first[level] = next[first[level]];
-        if (first[level] < 0) levels.pop();
+        out_.steps.push_back(ready[--top[level]]);
+        if (top[level] == bottom[level]) levels.pop();
       }
       out_.batch_offsets.push_back(static_cast<std::int64_t>(out_.steps.size()));
       released.clear();
       for (std::size_t k = begin; k < out_.steps.size(); ++k) {
+        fetch_ahead(k);
         complete(out_.steps[k], [&](std::int32_t waiting) { released.push_back(waiting); });
       }
       for (const std::int32_t step : released) push(step);
+    }
+  }
+
+  // What completing some of the next steps looks up.
+  void fetch_ahead(std::size_t k) const {
+    constexpr std::size_t kDistance = 8;
+    const auto step_at = [&](std::size_t at) {
+      return at < out_.steps.size() && out_.steps[at] < num_moves_ ? out_.steps[at] : -1;
+    };
+    if (const std::int32_t step = step_at(k + 2 * kDistance); step >= 0) {
+      __builtin_prefetch(&successor_[step]);
+    }
+    if (const std::int32_t step = step_at(k + kDistance); step >= 0 && successor_[step] >= 0) {
+      __builtin_prefetch(&num_waits_[successor_[step]], 1);
+      __builtin_prefetch(&num_followers_[successor_[step]]);
     }
   }
 
