@@ -9,9 +9,10 @@ spnl's client reads; of a ``map`` it expects a text completion object, and gets 
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvspan.engine import PLACEMENTS, SCOPES
 from kvspan.errors import UsageError
@@ -24,6 +25,9 @@ from kvspan.query.read import loads
 from kvspan.serve.answers import ChatShape, Emit, Envelope, Job, TextShape, usage_of
 from kvspan.serve.errors import APIError, UnknownModelError
 from kvspan.serve.service import Service
+
+if TYPE_CHECKING:
+    from kvspan.retrieve.corpora import Corpora
 
 
 def query(service: Service, body: bytes, options: dict[str, str]) -> Job:
@@ -43,7 +47,7 @@ def query(service: Service, body: bytes, options: dict[str, str]) -> Job:
             model=settings.names[0],
             on_text=answer.on_text if answer else None,
             max_concurrency=settings.max_calls,
-            retriever=settings.retriever,
+            retriever=settings.retriever or _documents(),
             **values,
         )
         by_id = {call.id: call.result for call in result.calls}
@@ -59,6 +63,14 @@ def query(service: Service, body: bytes, options: dict[str, str]) -> Job:
     return Job(1, stream, run)
 
 
+@functools.cache
+def _documents() -> Corpora:
+    """Of a server without corpora: for queries that bring their documents along."""
+    from kvspan.retrieve.corpora import Corpora
+
+    return Corpora()
+
+
 def _shape_for(tree: Node) -> ChatShape | TextShape:
     while isinstance(tree, Options):
         (tree,) = tree.children
@@ -70,7 +82,7 @@ def _read(body: bytes, service: Service) -> tuple[Node, Plan]:
     settings = service.settings
     tree = loads(body, format="json")
     _check_size(count_calls(tree), settings.max_query_calls)
-    plan, _ = plan_query(tree, settings.names[0], retriever=settings.retriever)
+    plan, _ = plan_query(tree, settings.names[0], retriever=settings.retriever or _documents())
     _check_size(len(plan.calls), settings.max_query_calls)  # retrieval has added calls
     for call in plan.calls:
         try:
