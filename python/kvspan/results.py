@@ -90,9 +90,13 @@ class RunResult:
 
     def __repr__(self) -> str:
         """In one line, however large it is."""
-        counts = f"{len(self.answers)} answers, {len(self.calls)} calls"
-        failed = f", {len(self.failures)} failures" if self.failures else ""
-        return f"<RunResult: {counts}{failed}, {self.seconds:.2f} s>"
+        counts = {"answer": self.answers, "call": self.calls, "failure": self.failures}
+        words = [
+            f"{len(found)} {name}{'' if len(found) == 1 else 's'}"
+            for name, found in counts.items()
+            if found or name != "failure"
+        ]
+        return f"<RunResult: {', '.join(words)}, {self.seconds:.2f} s>"
 
     def _repr_html_(self) -> str:
         """As a notebook shows it."""

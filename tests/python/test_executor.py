@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 
 from fakes import FakeEngine, prompt_text
-from kvspan import KvspanError, UsageError, arun, assistant, cross, g, par, plus, run, seq, system
-from kvspan.engine import GenerateRequest
+from kvspan import (
+    KvspanError,
+    UsageError,
+    arun,
+    assistant,
+    cross,
+    executor,
+    g,
+    par,
+    plus,
+    run,
+    seq,
+    system,
+)
+from kvspan.engine import Capabilities, GenerateRequest
 from kvspan.executor import derive_seed
 from kvspan.query.forms import has_generate
 from kvspan.query.nodes import Node
+from kvspan.query.plan import Span
 from kvspan.query.read import from_json
 from kvspan.query.write import dump_json
 from query_strategies import deep_query, queries
+
+NO_SPANS = Capabilities(spans=False, reason="plain", max_tokens=0, block_size=0)
 
 
 def echo(request: GenerateRequest) -> str:
@@ -325,6 +344,43 @@ def test_result_as_json() -> None:
     assert call["path"] == "$.seq[0]" and call["text"] == "<u:a>"
     assert call["timings"]["ttft"] == 0.25 and call["reuse"]["moved_tokens"] == 2
     dump_json(obj)
+
+
+def test_large_queries_are_planned_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop goes on while a query is rewritten, planned and answered, engines opened or not."""
+    loops: list[bool] = []
+    plan_query = executor.plan_query
+
+    def noted(*args: Any, **options: Any) -> Any:
+        loops.append(threading.current_thread() is threading.main_thread())
+        return plan_query(*args, **options)
+
+    monkeypatch.setattr(executor, "plan_query", noted)
+    engine = FakeEngine(ticks=0, can=NO_SPANS)
+    query = g("M", plus(f"w{n}" for n in range(3)))
+    asyncio.run(arun(query, engine=engine))
+    assert loops == [False]
+    asyncio.run(arun(query, open=lambda model: engine))
+    assert loops == [False] * 3  # once more when the engine is known to have no spans
+
+
+def test_engines_that_are_opened_are_asked_what_they_can_do() -> None:
+    engines = {"A": FakeEngine(ticks=0), "B": FakeEngine(ticks=0, can=NO_SPANS)}
+    spans = plus("x", g("A", "w"))
+    query = seq(g("A", spans), g("B", spans))
+    result = run(query, open=engines.__getitem__)
+    (fired,) = [fired for fired in result.trace if fired.rule == "plain_prompts"]
+    assert fired.reasons == ("B: plain",)
+    prompts = {request.path: request.prompt for e in engines.values() for request in e.requests}
+    assert any(isinstance(part, Span) for part in prompts["$.seq[0]"])
+    assert not any(isinstance(part, Span) for part in prompts["$.seq[1]"])
+    kept = {r.path: r.keep_answer for e in engines.values() for r in e.requests}
+    assert kept["$.seq[0].g.input.plus[1]"] and not kept["$.seq[1].g.input.plus[1]"]
+
+
+def test_a_large_result_has_a_short_repr() -> None:
+    result = run(g("M", plus(g("M", str(n)) for n in range(50))), engine=FakeEngine(ticks=0))
+    assert re.fullmatch(r"<RunResult: 1 answer, 51 calls, \d+\.\d\d s>", repr(result))
 
 
 def test_a_thousand_calls_deep() -> None:
