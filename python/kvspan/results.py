@@ -90,12 +90,10 @@ class RunResult:
 
     def __repr__(self) -> str:
         """In one line, however large it is."""
-        counts = {"answer": self.answers, "call": self.calls, "failure": self.failures}
-        words = [
-            f"{len(found)} {name}{'' if len(found) == 1 else 's'}"
-            for name, found in counts.items()
-            if found or name != "failure"
-        ]
+        found = [("answer", len(self.answers)), ("call", len(self.calls))]
+        if self.failures:
+            found.append(("failure", len(self.failures)))
+        words = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in found]
         return f"<RunResult: {', '.join(words)}, {self.seconds:.2f} s>"
 
     def _repr_html_(self) -> str:
