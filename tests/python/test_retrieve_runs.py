@@ -127,6 +127,17 @@ def test_limits_and_embedding_models(tmp_path: Path) -> None:
     assert notes[1:] == ["embedding model ollama/mxbai: not run here; searched with bm25"]
 
 
+def test_what_the_query_asks_for_and_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpora, "embeddings_installed", lambda: False)
+    (tmp_path / "c.txt").write_text("Lena keeps bees.")
+    notes: list[str] = []
+    found = Corpora({"c": tmp_path / "c.txt"}, on_note=notes.append)
+    assert found.retrieve("bees", Corpus("c", embedding_model="wordllama")) == ["Lena keeps bees."]
+    assert notes == ["embedding search needs kvspan[embedding]; searched with bm25"]
+
+
 def test_hybrid_search_finds_what_either_finds(tmp_path: Path) -> None:
     file = tmp_path / "c.jsonl"
     file.write_text('"The physician treats patients."\n"Zorblax 77 is a code."\n"Stocks fell."\n')

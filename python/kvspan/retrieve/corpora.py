@@ -15,7 +15,7 @@ from kvspan.query.retrieval import Corpus, CorpusPaths
 from kvspan.retrieve.chunking import DEFAULT_SIZE, cut
 from kvspan.retrieve.documents import read_documents
 from kvspan.retrieve.index import Hit, Index, Progress, Settings, build, open_index
-from kvspan.retrieve.search import EMBEDDING_MODEL, SEARCHES, Search
+from kvspan.retrieve.search import EMBEDDING_MODEL, SEARCHES, Search, embeddings_installed
 
 DEFAULT_LIMIT = 5  # fragments
 _DOCUMENTS = 16  # of queries, whose indexes are kept in memory
@@ -112,16 +112,19 @@ class Corpora:
         return found
 
     def _how(self, corpus: Corpus) -> Search:
-        asked = corpus.embedding_model
-        if asked is None or asked == self.search_with:
-            return self.search_with
+        """How to search: as the query asks if that can be done here, else as usual."""
+        asked = corpus.embedding_model or self.search_with
+        how: Search = self.search_with
         if asked in SEARCHES:
-            return asked
-        if asked.rpartition("/")[2] == EMBEDDING_MODEL:
-            return "hybrid" if self.search_with == "hybrid" else "embedding"
-        if asked:
-            self._note(f"embedding model {asked}: not run here; searched with {self.search_with}")
-        return self.search_with
+            how = asked
+        elif asked.rpartition("/")[2] == EMBEDDING_MODEL:
+            how = "hybrid" if how == "hybrid" else "embedding"
+        else:
+            self._note(f"embedding model {asked}: not run here; searched with {how}")
+        if how != "bm25" and not self.settings.embeddings and not embeddings_installed():
+            self._note(f"{how} search needs kvspan[embedding]; searched with {self.search_with}")
+            how = self.search_with
+        return how
 
     def _document(self, name: str, content: str | bytes, embeddings: bool) -> Index:
         data = content.encode() if isinstance(content, str) else content

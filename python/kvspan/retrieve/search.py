@@ -16,6 +16,7 @@ import re
 import threading
 import unicodedata
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -234,6 +235,11 @@ def _embedder() -> Any:
         except Exception as error:
             raise KvspanError(f"the embedding model cannot be loaded: {error}") from error
     return _model
+
+
+def embeddings_installed() -> bool:
+    """Whether the extra is there."""
+    return find_spec("wordllama") is not None
 
 
 def embedding_version() -> str:
