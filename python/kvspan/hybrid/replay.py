@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,13 +70,26 @@ def restore(
         group, part = item
         replay_group(runner, tokens, slots, group, part, plan.boundary, state, options.last)
 
-    if options.side_by_side and len(work) > 1 and tokens.device.type == "cpu":
-        with ThreadPoolExecutor(min(len(work), torch.get_num_threads())) as pool:
+    workers = min(len(work), torch.get_num_threads())
+    # Bits may depend on the number of threads of a product: exact replays keep the prefill's.
+    if options.side_by_side and workers > 1 and tokens.device.type == "cpu" and not plan.exact:
+        with _threads_each(workers), ThreadPoolExecutor(workers) as pool:
             list(pool.map(one, work))
     else:
         for item in work:
             one(item)
     return Restored(state, moved)
+
+
+@contextmanager
+def _threads_each(workers: int) -> Iterator[None]:
+    """Share torch's threads among workers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // workers))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _start(
