@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -231,8 +230,9 @@ def _report(args: argparse.Namespace, index: Index, seconds: float) -> dict[str,
 
 
 def _spread(counts: Sequence[int]) -> dict[str, int]:
-    middle = int(statistics.median(counts))
-    return {"least": min(counts), "median": middle, "most": max(counts), "all": sum(counts)}
+    ordered = sorted(counts)
+    middle = ordered[(len(ordered) - 1) // 2]
+    return {"least": ordered[0], "median": middle, "most": ordered[-1], "all": sum(ordered)}
 
 
 def _token_counts(args: argparse.Namespace, index: Index) -> dict[str, int] | None:
