@@ -82,7 +82,7 @@ inline std::string name_of(const GatedDeltaCase& c) {
                      std::to_string(c.num_value_heads) + "_" + std::to_string(c.key_dim) + "x" +
                      std::to_string(c.value_dim) + (c.is_vk ? "_vk" : "_kv") +
                      (c.has_state ? "" : "_fresh") + (c.l2norm ? "" : "_raw");
-  for (const std::int64_t length : c.lengths) name += "_" + std::to_string(length);
+  for (const std::int64_t length : c.lengths) name.append("_").append(std::to_string(length));
   return name;
 }
 
