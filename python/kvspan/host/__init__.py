@@ -28,8 +28,8 @@ The calls:
 ``view(key)``
     What is stored, in place: a :class:`View` with read-only ``pages``, pinned until ``release()``
     (or the end of ``with``). None if it is not there.
-``contains(key)``, ``nbytes(key)``, ``pin(key)``, ``unpin(key)``, ``remove(key)``, ``flush()``,
-``stats()``, ``close()``
+``contains(key)``, ``stored_keys()``, ``nbytes(key)``, ``pin(key)``, ``unpin(key)``,
+``remove(key)``, ``flush()``, ``stats()``, ``close()``
     As they say. A pinned entry is not evicted; pins are counted. A removed entry is not found any
     more; its memory is free once its last pin is.
 
@@ -61,8 +61,9 @@ never wrong bytes.
 
 from kvspan.host.copying import CopyJob, CopyQueue
 from kvspan.host.disk import DiskLevel
+from kvspan.host.entries import Reservation, View
 from kvspan.host.stats import HostStats, LevelStats
-from kvspan.host.tier import HostTier, Reservation, View
+from kvspan.host.tier import HostTier
 
 __all__ = [
     "CopyJob",

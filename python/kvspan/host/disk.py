@@ -137,6 +137,11 @@ class DiskLevel:
             file = self._find(key)
             return file.nbytes if file else None
 
+    def stored_keys(self) -> list[bytes]:
+        """What is stored, as far as this process knows."""
+        with self._lock:
+            return list(self._files)
+
     def describe(self, key: bytes) -> tuple[int, float, str] | None:
         """The length, cost and kind of an entry; None if it is not there."""
         with self._lock:

@@ -7,99 +7,18 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kvspan.host.disk import DiskLevel
+from kvspan.host.entries import Entry, Reservation, View
 from kvspan.host.eviction import EvictionOrder
 from kvspan.host.pages import Bytes, PagePool, as_bytes, copy_bytes
 from kvspan.host.stats import HostStats, LevelStats
 
 _MAX_KEY_BYTES = 96  # twice as many letters must fit a file's name
-
-
-@dataclass(eq=False)
-class _Entry:
-    key: bytes
-    kind: str
-    nbytes: int
-    cost: float
-    pages: list[int]
-    pins: int = 0
-    uses: int = 1
-    removed: bool = field(default=False)
-
-
-class View:
-    """An entry in place, pinned until :meth:`release` or the end of ``with``.
-
-    Attributes:
-        pages: read-only arrays of bytes; together they are the entry, in order.
-    """
-
-    def __init__(self, tier: HostTier, entry: _Entry, pages: list[Bytes]) -> None:
-        self._tier = tier
-        self._entry: _Entry | None = entry
-        self.pages = pages
-        for page in pages:
-            page.flags.writeable = False
-
-    @property
-    def nbytes(self) -> int:
-        """The entry's length."""
-        return sum(map(len, self.pages))
-
-    def release(self) -> None:
-        """Takes the pin off, once; ``pages`` must not be used afterwards."""
-        entry, self._entry = self._entry, None
-        if entry:
-            self._tier._unpin(entry)
-
-    def __enter__(self) -> View:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-class Reservation:
-    """Memory of an entry to be. As a context manager it commits, or aborts on an exception.
-
-    Attributes:
-        pages: writable arrays of bytes, together as long as was asked for.
-    """
-
-    def __init__(self, tier: HostTier, entry: _Entry, pages: list[Bytes], to_disk: bool) -> None:
-        self._tier = tier
-        self._entry: _Entry | None = entry
-        self._to_disk = to_disk
-        self.pages = pages
-
-    def commit(self) -> None:
-        """The pages are written: the entry can be found."""
-        entry, self._entry = self._entry, None
-        if entry:
-            self._tier._commit(entry, self._to_disk)
-
-    def abort(self) -> None:
-        """Gives the pages back; the entry never was."""
-        entry, self._entry = self._entry, None
-        if entry:
-            self._tier._abort(entry)
-
-    def __enter__(self) -> Reservation:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.commit() if kind is None else self.abort()
 
 
 class HostTier:
@@ -146,7 +65,7 @@ class HostTier:
         self._pool = PagePool(arena[:memory_bytes], page_bytes)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # of _pending_bytes and _loading
-        self._entries: dict[bytes, _Entry] = {}
+        self._entries: dict[bytes, Entry] = {}
         self._reserved: set[bytes] = set()
         self._loading: set[bytes] = set()  # from the disk
         self._order = EvictionOrder()  # of what is not pinned
@@ -160,7 +79,7 @@ class HostTier:
             memory_bytes // 4 if max_pending_bytes is None else max_pending_bytes
         )
         self._pending_bytes = 0
-        self._to_write: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._to_write: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
         if disk and not disk.read_only:
             self._writer = threading.Thread(
@@ -217,7 +136,11 @@ class HostTier:
             raise ValueError(f"nbytes: expected 1 or more, got {nbytes}")
         if not (math.isfinite(cost) and cost >= 0):
             raise ValueError(f"cost: expected a number >= 0, got {cost}")
-        return self._reserve(key, nbytes, cost, kind, to_disk=True)
+        entry = self._reserve(key, nbytes, cost, kind)
+        if entry is None:
+            return None
+        pages = self._pool.pieces(entry.pages, nbytes)
+        return Reservation(pages, partial(self._settle, entry, to_disk=True))
 
     def get(self, key: bytes, out: Any) -> bool:
         """Copies an entry into buffers.
@@ -246,8 +169,8 @@ class HostTier:
             return True
         # Of what memory has no room for.
         found = nbytes is not None and self._disk is not None and self._disk.read(key, pieces)
-        with self._lock:
-            self._misses += not found
+        if not found:
+            self._miss()
         return found
 
     def view(self, key: bytes) -> View | None:
@@ -261,8 +184,7 @@ class HostTier:
         """
         entry = self._find(key)
         if entry is None:
-            with self._lock:
-                self._misses += 1
+            self._miss()
             return None
         return self._view(entry)
 
@@ -279,17 +201,25 @@ class HostTier:
                 return entry.nbytes
         return self._disk.nbytes(key) if self._disk else None
 
+    def stored_keys(self) -> list[bytes]:
+        """What is stored in memory or on disk, each key once."""
+        with self._lock:
+            self._check_open()
+            found = dict.fromkeys(self._entries)
+        if self._disk:
+            found.update(dict.fromkeys(self._disk.stored_keys()))
+        return list(found)
+
     def pin(self, key: bytes) -> bool:
         """Keeps an entry in memory (brings it there first) until as many :meth:`unpin`.
 
         Returns:
             False if it is not there.
         """
-        view = self.view(key)
-        if view is None:
-            return False
-        view._entry = None  # the pin is the caller's now
-        return True
+        found = self._find(key) is not None
+        if not found:
+            self._miss()
+        return found
 
     def unpin(self, key: bytes) -> None:
         """Takes one pin off.
@@ -371,28 +301,48 @@ class HostTier:
             self._check_open()
             return key in self._entries
 
-    def _reserve(
-        self, key: bytes, nbytes: int, cost: float, kind: str, *, to_disk: bool
-    ) -> Reservation | None:
+    def _reserve(self, key: bytes, nbytes: int, cost: float, kind: str) -> Entry | None:
+        """Memory for an entry, pinned once; None if it is refused."""
         count = self._pool.pages_for(nbytes)
         with self._lock:
             self._check_open()
+            why = None
             if key in self._entries or key in self._reserved:
-                self._refuse("exists")
-                return None
-            if count > self._pool.num_pages:
-                self._refuse("too large")
-                return None
-            if count > self._pool.num_free + self._evictable_pages:
-                self._refuse("pinned")
+                why = "exists"
+            elif count > self._pool.num_pages:
+                why = "too large"
+            elif count > self._pool.num_free + self._evictable_pages:
+                why = "pinned"
+            if why:
+                self._refusals[why] += 1
                 return None
             while count > self._pool.num_free:
                 self._evict()
             self._reserved.add(key)
-            entry = _Entry(key, kind, nbytes, cost, self._pool.take(count), pins=1)
-        return Reservation(self, entry, self._pool.pieces(entry.pages, nbytes), to_disk)
+            return Entry(key, kind, nbytes, cost, self._pool.take(count), pins=1)
 
-    def _find(self, key: bytes) -> _Entry | None:
+    def _settle(self, entry: Entry, committed: bool, *, to_disk: bool) -> None:
+        """Ends what :meth:`_reserve` began."""
+        with self._lock:
+            self._reserved.discard(entry.key)
+            if not committed:
+                self._pool.give_back(entry.pages)
+                return
+            self._entries[entry.key] = entry
+            self._stats.stores += 1
+            if to_disk and self._writer and not self._closed:
+                if self._pending_bytes + entry.nbytes <= self._max_pending_bytes:
+                    self._pending_bytes += entry.nbytes
+                    self._to_write.put(entry)
+                    return  # the pin goes to the writer
+                self._refusals["disk: too much waits"] += 1
+            self._unpin_locked(entry)
+
+    def _miss(self) -> None:
+        with self._lock:
+            self._misses += 1
+
+    def _find(self, key: bytes) -> Entry | None:
         """An entry, pinned, from the disk if need be; None also where memory has no room for it."""
         with self._lock:
             self._check_open()
@@ -413,38 +363,29 @@ class HostTier:
                 self._loading.discard(key)
                 self._changed.notify_all()
 
-    def _load(self, key: bytes, disk: DiskLevel) -> _Entry | None:
+    def _load(self, key: bytes, disk: DiskLevel) -> Entry | None:
         described = disk.describe(key)
         if described is None:
             return None
-        reservation = self._reserve(key, *described, to_disk=False)
-        entry = reservation._entry if reservation else None
-        if reservation is None or entry is None:
+        entry = self._reserve(key, *described)
+        if entry is None:
             return None
+        found = False
         try:
-            found = disk.read(key, reservation.pages)
-        except BaseException:
-            reservation.abort()
-            raise
-        if not found:
-            reservation.abort()
-            return None
-        with self._lock:
-            entry.pins += 1
-        reservation.commit()
-        return entry
+            found = disk.read(key, self._pool.pieces(entry.pages, entry.nbytes))
+        finally:
+            entry.pins += found  # the caller's, besides the one that ends here
+            self._settle(entry, found, to_disk=False)
+        return entry if found else None
 
-    def _view(self, entry: _Entry) -> View:
-        return View(self, entry, self._pool.pieces(entry.pages, entry.nbytes))
+    def _view(self, entry: Entry) -> View:
+        return View(self._pool.pieces(entry.pages, entry.nbytes), partial(self._unpin, entry))
 
     # With the lock held.
 
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("this host tier is closed")
-
-    def _refuse(self, reason: str) -> None:
-        self._refusals[reason] += 1
 
     def _evict(self) -> None:
         key = self._order.pop()
@@ -454,13 +395,13 @@ class HostTier:
         self._pool.give_back(entry.pages)
         self._stats.evictions += 1
 
-    def _pin(self, entry: _Entry) -> None:
+    def _pin(self, entry: Entry) -> None:
         if entry.pins == 0:
             self._order.discard(entry.key)
             self._evictable_pages -= len(entry.pages)
         entry.pins += 1
 
-    def _unpin_locked(self, entry: _Entry) -> None:
+    def _unpin_locked(self, entry: Entry) -> None:
         entry.pins -= 1
         if entry.pins > 0:
             return
@@ -473,27 +414,9 @@ class HostTier:
 
     # Without it.
 
-    def _unpin(self, entry: _Entry) -> None:
+    def _unpin(self, entry: Entry) -> None:
         with self._lock:
             self._unpin_locked(entry)
-
-    def _commit(self, entry: _Entry, to_disk: bool) -> None:
-        with self._lock:
-            self._reserved.discard(entry.key)
-            self._entries[entry.key] = entry
-            self._stats.stores += 1
-            if to_disk and self._writer and not self._closed:
-                if self._pending_bytes + entry.nbytes <= self._max_pending_bytes:
-                    self._pending_bytes += entry.nbytes
-                    self._to_write.put(entry)
-                    return  # the reservation's pin goes to the writer
-                self._refuse("disk: too much waits")
-            self._unpin_locked(entry)
-
-    def _abort(self, entry: _Entry) -> None:
-        with self._lock:
-            self._reserved.discard(entry.key)
-            self._pool.give_back(entry.pages)
 
     def _write_entries(self) -> None:
         assert self._disk is not None
@@ -505,7 +428,7 @@ class HostTier:
             with self._changed:
                 removed = entry.removed
                 if why:
-                    self._refuse(why)
+                    self._refusals[why] += 1
                 self._pending_bytes -= entry.nbytes
                 self._unpin_locked(entry)
                 if self._pending_bytes == 0:
