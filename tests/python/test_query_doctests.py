@@ -11,7 +11,7 @@ MODULES = [
     "errors",
     "estimate",
     "executor",
-    "explain",
+    "explain_text",
     "query.builders",
     "query.bulk_order",
     "query.expand",
@@ -25,6 +25,8 @@ MODULES = [
     "query.spans",
     "query.text",
     "query.write",
+    "retrieve.chunking",
+    "retrieve.search",
 ]
 
 
