@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import math
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from hybrid_models import FAMILIES, ask, open_hybrid, random_tokens, tiny_hybrid
+from kvspan import cli
 from kvspan.engine import GenerateRequest, GenerateResult
 from kvspan.errors import KvspanError, UsageError
-from kvspan.hybrid.engine import NO_SPANS, HybridEngine
+from kvspan.hybrid.engine import NO_SPANS
 from kvspan.query.plan import Message, Span
+from serving import TEMPLATE
+from tiny_models import word_tokenizer
 
 
 def expected_answer(name: str, tokens: list[int], count: int) -> list[int]:
@@ -235,13 +241,44 @@ def test_refusals() -> None:
         open_hybrid(model)
 
 
+def test_rope_that_depends_on_the_length_is_not_reused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    tokens = random_tokens(80)
+    with open_hybrid(tiny_hybrid("qwen3_next", rope_parameters=rope)) as engine:
+        ask(engine, tokens)
+        again = ask(engine, tokens)
+    assert again.usage.cached_tokens == 0
+    assert any(note.startswith("cached prefixes not reused: ") for note in again.reuse.notes)
+
+
+def test_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_folder: Path
+) -> None:
+    tiny_hybrid("qwen3_5").save_pretrained(tmp_path)
+    word_tokenizer(TEMPLATE).save_pretrained(tmp_path)
+    long = " ".join(f"w{i}" for i in range(180))
+    ask_for = [
+        {"g": {"model": "m", "max_tokens": 2, "input": {"user": f"{long} w{i}"}}} for i in range(2)
+    ]
+    query = tmp_path / "query.json"
+    query.write_text(json.dumps({"seq": ask_for}))
+    common = ["run", str(query), "--json", "--kv-cache-gib", "0.02", "--concurrency", "1"]
+    assert cli.main([*common, "--model", str(tmp_path), "--replay", "ratio:0.4"]) == 0
+    calls = json.loads(capsys.readouterr().out)["calls"]
+    record = calls[1]["reuse"]["replay"]
+    assert record["policy"] == "ratio:0.4" and not record["exact"]
+    assert record["matched_tokens"] == calls[1]["usage"]["cached_tokens"] > 180
+    k = math.ceil(0.4 * record["matched_tokens"])
+    assert [g["replayed_tokens"] for g in record["groups"]] == [k, k]
+    assert cli.main([*common, "--model", str(tiny_folder), "--replay", "ratio:0.4"]) == 2
+    assert "has no recurrent state, got 'ratio:0.4'" in capsys.readouterr().err
+    assert cli.main([*common, "--model", str(tmp_path), "--replay", "some"]) == 2
+    assert "--replay: expected exact, bounded:EPS" in capsys.readouterr().err
+
+
 def test_an_own_forward_pass_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvspan.hybrid.families import Family
 
     monkeypatch.setattr(Family, "beta_factor", 2.0)  # not what Qwen3.5 does
     with pytest.raises(KvspanError, match=r"log-probabilities differ by .* from transformers"):
         open_hybrid(tiny_hybrid("qwen3_5"))
-
-
-def test_engine_type() -> None:
-    assert isinstance(open_hybrid(tiny_hybrid("qwen3_5")), HybridEngine)

@@ -130,7 +130,7 @@ class HybridEngine(LocalEngine):
             StateStore(states_bytes // 4),
             options=options or ReplayOptions(),
             checkpoint_interval=checkpoint_interval,
-            reuse=not refused_rope(config),
+            no_reuse=refused_rope(config),
         )
         self.set_replay(replay)
         self._encoding = ThreadPoolExecutor(1, "kvspan-tokenizer")

@@ -27,8 +27,8 @@ class HybridCache:
     """What all requests of an engine share.
 
     policy, options: how requests that are admitted from now on are restored. checkpoint_interval:
-    tokens between full checkpoints, a multiple of PIECE; 0 keeps none, nor marks. reuse: whether
-    cached prefixes are used at all.
+    tokens between full checkpoints, a multiple of PIECE; 0 keeps none, nor marks. no_reuse: why
+    cached prefixes are not used, or "".
     """
 
     pool: BlockPool
@@ -38,7 +38,7 @@ class HybridCache:
     policy: Policy = field(default_factory=Policy)
     options: ReplayOptions = field(default_factory=ReplayOptions)
     checkpoint_interval: int = 1024
-    reuse: bool = True
+    no_reuse: str = ""
 
     def __post_init__(self) -> None:
         self.index = BlockIndex(self.pool)
@@ -70,7 +70,9 @@ class HybridPrefill(Prefill):
         domains: tuple[Domain, ...] = ("exact", "approximate")
         if self.policy.kind == "exact":
             domains = ("exact",)
-        if self.cache.reuse:  # the last token is always computed: its logits are wanted
+        if self.cache.no_reuse:
+            self.reuse.notes.append(f"cached prefixes not reused: {self.cache.no_reuse}")
+        else:  # the last token is always computed: its logits are wanted
             self.match = self.cache.index.find(self.prefix, seq.num_prompt_tokens - 1, domains)
         match = self.match
         pool.acquire(match.blocks)
