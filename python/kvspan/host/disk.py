@@ -17,10 +17,6 @@ bytes are checked where they will be used.
 
 One process at a time owns a directory (a lock file says so) and may write, evict and remove;
 others may open it with ``read_only=True`` at the same time, and find what the owner has stored.
-
-Format, little endian: magic (8 bytes), version and header length (uint32 each), fingerprint (32
-bytes), payload length (uint64), cost (float64), lengths of key and kind (uint16 each), 4 bytes of
-zero, key, kind; the payload; BLAKE2b-256 of all before.
 """
 
 from __future__ import annotations
@@ -28,49 +24,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import itertools
 import logging
-import math
 import os
-import struct
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvspan.errors import KvspanError
+from kvspan.host import files
 from kvspan.host.eviction import EvictionOrder
+from kvspan.host.files import FileInfo, Ignored
 from kvspan.host.pages import Bytes
 from kvspan.host.stats import LevelStats
 
-_MAGIC = b"kvspanHT"
-_VERSION = 1
-_HEADER = struct.Struct("<8sII32sQdHH4x")
-_DIGEST_BYTES = 32
 _TEMPORARY = ".tmp-"
 _SUFFIX = ".kv"
-_MAX_PIECES = 512  # of one preadv or writev; systems allow 1024
 
 _log = logging.getLogger("kvspan.host")
-
-
-class _Ignored(Exception):
-    """A file that is not used; its text is the reason."""
-
-
-@dataclass
-class _File:
-    nbytes: int  # of the payload
-    file_bytes: int
-    cost: float
-    kind: str
-    uses: int = 1
-
-    @property
-    def worth(self) -> float:
-        return self.uses * self.cost / self.file_bytes
 
 
 class DiskLevel:
@@ -105,7 +77,7 @@ class DiskLevel:
         self.read_only = read_only
         self._fingerprint = fingerprint.ljust(32, b"\0")
         self._lock = threading.Lock()
-        self._files: dict[bytes, _File] = {}
+        self._files: dict[bytes, FileInfo] = {}
         self._writing: set[bytes] = set()
         self._order = EvictionOrder()
         self._bytes = 0
@@ -156,8 +128,8 @@ class DiskLevel:
             the like.
         """
         nbytes = sum(map(len, pieces))
-        head = self._head(key, nbytes, cost, kind)
-        file = _File(nbytes, len(head) + nbytes + _DIGEST_BYTES, cost, kind)
+        head = files.make_header(key, nbytes, cost, kind, self._fingerprint)
+        file = FileInfo(nbytes, files.file_bytes(head, nbytes), cost, kind)
         if file.file_bytes > self.max_bytes:
             return "disk: too large"
         with self._lock:
@@ -167,7 +139,7 @@ class DiskLevel:
             self._make_room(file.file_bytes)
             self._bytes += file.file_bytes  # so that other writers do not take the same room
         try:
-            self._write_file(key, head, pieces)
+            self._put(self._path(key), head, pieces)
         except OSError as error:
             with self._lock:
                 self._bytes -= file.file_bytes
@@ -190,11 +162,11 @@ class DiskLevel:
         """
         path = self._path(key)
         try:
-            self._read_file(key, path, out)
+            files.read_file(path, key, self._fingerprint, out)
         except FileNotFoundError:
             self._forget(key, None)
             return False
-        except _Ignored as why:
+        except Ignored as why:
             _log.warning("%s: not used: %s", path, why)
             self._forget(key, str(why))
             return False
@@ -257,7 +229,7 @@ class DiskLevel:
                 continue
             try:
                 key, file = self._inspect(Path(entry.path))
-            except _Ignored as why:
+            except Ignored as why:
                 self._ignored[str(why)] += 1
                 if str(why) == "torn":
                     self._unlink(Path(entry.path))
@@ -279,82 +251,26 @@ class DiskLevel:
                     key=lambda f: f.stat().st_mtime_ns,
                 )
 
-    def _inspect(self, path: Path) -> tuple[bytes, _File]:
-        with open(path, "rb", buffering=0) as stream:
-            head = stream.read(_HEADER.size + 2 * 0xFFFF)
-            file_bytes = os.fstat(stream.fileno()).st_size
-        key, file, _ = self._parse(head, file_bytes)
+    def _inspect(self, path: Path) -> tuple[bytes, FileInfo]:
+        key, file = files.read_info(path, self._fingerprint)
         if self._path(key) != path:
-            raise _Ignored("foreign")
+            raise Ignored("foreign")
         return key, file
 
-    def _head(self, key: bytes, nbytes: int, cost: float, kind: str) -> bytes:
-        name = kind.encode()
-        size = _HEADER.size + len(key) + len(name)
-        fields = (_MAGIC, _VERSION, size, self._fingerprint, nbytes, cost, len(key), len(name))
-        return _HEADER.pack(*fields) + key + name
-
-    def _parse(self, head: bytes, file_bytes: int) -> tuple[bytes, _File, int]:
-        """The key, the entry and the header's length, from a file's first bytes."""
-        if not head.startswith(_MAGIC[: len(head)]):
-            raise _Ignored("foreign")
-        if len(head) < _HEADER.size:
-            raise _Ignored("torn")
-        _, version, size, fingerprint, nbytes, cost, key_len, kind_len = _HEADER.unpack_from(head)
-        if version != _VERSION or size != _HEADER.size + key_len + kind_len:
-            raise _Ignored("foreign")
-        if fingerprint != self._fingerprint:
-            raise _Ignored("other model")
-        if file_bytes != size + nbytes + _DIGEST_BYTES or len(head) < size:
-            raise _Ignored("torn")
-        key = head[_HEADER.size : _HEADER.size + key_len]
-        try:
-            kind = head[_HEADER.size + key_len : size].decode()
-        except UnicodeDecodeError:
-            raise _Ignored("checksum") from None
-        if not (math.isfinite(cost) and cost >= 0):
-            raise _Ignored("checksum")
-        return key, _File(nbytes, file_bytes, cost, kind), size
-
-    def _write_file(self, key: bytes, head: bytes, pieces: Sequence[Bytes]) -> None:
-        path = self._path(key)
+    def _put(self, path: Path, head: bytes, pieces: Sequence[Bytes]) -> None:
         path.parent.mkdir(exist_ok=True)
         temporary = path.parent / f"{_TEMPORARY}{os.getpid()}-{next(self._numbers)}"
-        digest = hashlib.blake2b(head, digest_size=_DIGEST_BYTES)
         try:
-            with open(temporary, "xb", buffering=0) as stream:
-                _write_all(stream.fileno(), [memoryview(head)])
-                for first in range(0, len(pieces), _MAX_PIECES):
-                    batch = pieces[first : first + _MAX_PIECES]
-                    _write_all(stream.fileno(), [piece.data for piece in batch])
-                for piece in pieces:
-                    digest.update(piece.data)
-                _write_all(stream.fileno(), [memoryview(digest.digest())])
-                os.fsync(stream.fileno())
+            files.write_file(temporary, head, pieces)
             os.replace(temporary, path)
         except BaseException:
             self._unlink(temporary)
             raise
 
-    def _read_file(self, key: bytes, path: Path, out: Sequence[Bytes]) -> None:
-        with open(path, "rb", buffering=0) as stream:
-            head = stream.read(_HEADER.size + 2 * 0xFFFF)
-            found, file, offset = self._parse(head, os.fstat(stream.fileno()).st_size)
-            if found != key or file.nbytes != sum(map(len, out)):
-                raise _Ignored("foreign")
-            digest = hashlib.blake2b(head[:offset], digest_size=_DIGEST_BYTES)
-            for first in range(0, len(out), _MAX_PIECES):
-                batch = out[first : first + _MAX_PIECES]
-                offset = _read_all(stream.fileno(), [piece.data for piece in batch], offset)
-            for piece in out:
-                digest.update(piece.data)
-            if os.pread(stream.fileno(), _DIGEST_BYTES, offset) != digest.digest():
-                raise _Ignored("checksum")
-
-    def _find(self, key: bytes) -> _File | None:
+    def _find(self, key: bytes) -> FileInfo | None:
         file = self._files.get(key)
         if file is None and self.read_only:  # the owner may have stored it since
-            with contextlib.suppress(OSError, _Ignored):
+            with contextlib.suppress(OSError, Ignored):
                 file = self._inspect(self._path(key))[1]
         return file
 
@@ -389,31 +305,3 @@ class DiskLevel:
         if not self.read_only:
             with contextlib.suppress(OSError):
                 path.unlink()
-
-
-def _write_all(fd: int, pieces: list[memoryview]) -> None:
-    while pieces:
-        pieces = _after(pieces, os.writev(fd, pieces))
-
-
-def _read_all(fd: int, pieces: list[memoryview], offset: int) -> int:
-    """Fills the pieces from ``offset`` on; returns where they end."""
-    pieces = _after(pieces, 0)
-    while pieces:
-        count = os.preadv(fd, pieces, offset)
-        if count == 0:
-            raise _Ignored("torn")
-        offset += count
-        pieces = _after(pieces, count)
-    return offset
-
-
-def _after(pieces: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of pieces behind their first ``count`` bytes, none of it empty."""
-    left = []
-    for piece in pieces:
-        taken = min(count, len(piece))
-        count -= taken
-        if taken < len(piece):
-            left.append(piece[taken:])
-    return left

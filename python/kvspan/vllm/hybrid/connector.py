@@ -20,8 +20,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from kvspan.errors import UsageError
 from kvspan.ops import digest_fields
 from kvspan.vllm.hybrid.replay import Replayer
-from kvspan.vllm.hybrid.store import Page, PageStore, root_key
-from kvspan.vllm.hybrid.support import options, refusal
+from kvspan.vllm.hybrid.store import OpenPage, PageStore, root_key
+from kvspan.vllm.hybrid.support import make_store, options, refusal
 from kvspan.vllm.hybrid.tracking import Plan, ReplayAudit, Settings, Track, Work, parse_policy
 from kvspan.vllm.params import KEY
 
@@ -53,7 +53,7 @@ _SHARED: dict[str, _Shared] = {}
 class _Load:
     plan: Plan
     track: Track
-    partial: Page | None
+    begun: OpenPage | None
 
 
 @dataclass
@@ -87,23 +87,24 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         self._replayer: Replayer | None = None
         if not self._reason:
             self._options = options(vllm_config)
-            groups = kv_cache_config.kv_cache_groups
             self._group = next(
-                i for i, g in enumerate(groups) if not isinstance(g.kv_cache_spec, MambaSpec)
+                i
+                for i, group in enumerate(kv_cache_config.kv_cache_groups)
+                if not isinstance(group.kv_cache_spec, MambaSpec)
             )
-            size = groups[self._group].kv_cache_spec.block_size
+            self._engine = str(vllm_config.kv_transfer_config.engine_id)
+            if self._engine not in _SHARED:
+                store = make_store(vllm_config, kv_cache_config, self._options)
+                _SHARED[self._engine] = _Shared(store)
+            self._shared = _SHARED[self._engine]
+            self._store = self._shared.store
             self._settings = Settings(
-                size,
+                self._store.geometry.size,
                 policy=self._options.policy,
                 every=self._options.state_every,
                 least=self._options.min_match,
                 decode=self._options.decode,
             )
-            self._engine = str(vllm_config.kv_transfer_config.engine_id)
-            self._shared = _SHARED.setdefault(
-                self._engine, _Shared(PageStore(size, self._options.host_bytes))
-            )
-            self._store = self._shared.store
         if role == KVConnectorRole.SCHEDULER:
             logger.info("kvspan: prefix reuse at any token is %s", self._state_text())
 
@@ -178,12 +179,9 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         if not num_external_tokens:
             track.end_plan()
             return
-        partial = None
-        if plan.exact and plan.length % self._settings.page and not track.approximate:
-            partial = Page(parent=track.parent(plan.length // self._settings.page))
-        track.accepted(plan, partial)
+        begun = track.accepted(plan)
         plan.table = tuple(list(ids) for ids in blocks.get_block_ids())
-        self._loads.append(_Load(plan, track, partial))
+        self._loads.append(_Load(plan, track, begun))
         if not plan.exact:
             self._keep_apart(tracked, plan.length)
 
@@ -271,15 +269,18 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         """The unfinished page and the state at a request's end, if they can still be read."""
         size = self._settings.page
         index = (done - 1) // size
-        if not track.capturing or done == 0 or index >= len(track.pages):
+        if not track.capturing or not 0 <= index - track.base < len(track.pages):
             return None
         blocks = table[self._group]
-        page = track.pages[index]
-        copies = [] if page.key else [(page, blocks[index], done - index * size)]
+        page = track.pages[index - track.base]
+        copies = [(page, blocks[index], done - index * size)] if done % size else []
         return Work(track, done, 0, [], blocks[index], copies, table)
 
     def reset_cache(self) -> bool | None:
-        return None if self._reason else self._store.clear()
+        if self._reason:
+            return None
+        self._store.clear()
+        return True
 
     # Worker side.
 
@@ -305,7 +306,7 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._replayer is not None
         self._replayer.begin_step(False)  # replays are no passes of the step
         for load in metadata.loads:
-            self._replayer.restore(load.plan, load.track, load.partial)
+            self._replayer.restore(load.plan, load.track, load.begun)
         self._replayer.begin_step(bool(metadata.works))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -332,4 +333,5 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._replayer is not None:
             self._replayer.close()
-            _SHARED.pop(self._engine, None)
+        if not self._reason and (shared := _SHARED.pop(self._engine, None)):
+            shared.store.tier.close()

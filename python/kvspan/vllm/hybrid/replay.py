@@ -20,41 +20,19 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from kvspan.vllm.hybrid.store import Page, PageStore, State
-from kvspan.vllm.hybrid.tracking import Plan, Work
+from kvspan.hybrid.groups import LINEAR, Group, layer_map
+from kvspan.vllm.hybrid.store import OpenPage, PageStore, page_of
+from kvspan.vllm.hybrid.tracking import Plan, Track, Work
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from kvspan.host import View
+
 Table = tuple[list[int], ...]
+WORTH_KEEPING = 64  # tokens: the state after a shorter replay is not kept
 NULL_BLOCK = 0  # vLLM's stand-in for blocks that a request does not need
-
-
-@dataclass(frozen=True)
-class Group:
-    """Linear-attention layers in a row. source: the attention layer before them, -1 for none."""
-
-    source: int
-    layers: tuple[int, ...]
-
-
-def find_groups(layer_types: list[str]) -> list[Group]:
-    """The groups of a model, in order.
-
-    >>> find_groups(["linear_attention", "full_attention", "linear_attention", "full_attention"])
-    [Group(source=-1, layers=(0,)), Group(source=1, layers=(2,))]
-    """
-    groups: list[Group] = []
-    source, layers = -1, []
-    for index, kind in enumerate([*layer_types, "full_attention"]):
-        if kind != "full_attention":
-            layers.append(index)
-            continue
-        if layers:
-            groups.append(Group(source, tuple(layers)))
-        source, layers = index, []
-    return groups
 
 
 def when_model_runs(found: Callable[[Any], None]) -> None:
@@ -132,14 +110,14 @@ class Replayer:
 
     def _found(self, model: Any) -> None:
         self._model = model
-        kinds = [layer.layer_type for layer in model.layers]
-        self.groups = find_groups(kinds)
-        self.streams = [group.source for group in self.groups if group.source >= 0]
+        self._device = next(model.parameters()).device
+        layers = layer_map([layer.layer_type for layer in model.layers])
+        self.groups, self.streams = layers.groups, layers.streams
         self.hidden_size = model.config.hidden_size
         self._linear = {
             index: layer.linear_attn
             for index, layer in enumerate(model.layers)
-            if layer.layer_type == "linear_attention"
+            if layer.layer_type == LINEAR
         }
         for index in self.streams:
             model.layers[index].register_forward_hook(self._keeper(index))
@@ -179,7 +157,8 @@ class Replayer:
                 return  # the pass failed
             rows = {slot: row for row, slot in enumerate(slots.tolist())}
             streams = torch.stack([self._captured[i] for i in self.streams])
-        size = self.store.size
+        geometry = self.store.geometry
+        size = geometry.size
         for work in works:
             if work.count:
                 assert streams is not None
@@ -188,50 +167,36 @@ class Replayer:
                 for page in work.pages:
                     offset = (work.start + done) % size
                     n = min(size - offset, work.count - done)
-                    if self._room(page) and page.filled == offset:
-                        assert page.hidden is not None
+                    if page.filled == offset:
+                        kept = geometry.hidden(self.store.open(page))[:, offset : offset + n]
                         part = streams[:, first + done : first + done + n]
-                        page.hidden[:, offset : offset + n].copy_(part)
+                        np.copyto(kept, _bytes(part))
                         page.filled = offset + n
                     done += n
             for page, block, saved in work.copies:
-                if self._room(page):
-                    assert page.kv is not None
-                    for i, name in enumerate(self._attention_layers):
-                        page.kv[i].copy_(self._context[name].kv_cache[block])
-                    page.saved = saved
+                kept = geometry.kv(self.store.open(page))
+                for i, name in enumerate(self._attention_layers):
+                    np.copyto(kept[i], _bytes(self._context[name].kv_cache[block]).reshape(-1))
+                page.saved = saved
             if work.keep_state is not None:
                 self._keep_state(work.track, work.start + work.count, work.keep_state)
         self._captured.clear()
 
-    def _room(self, page: Page) -> bool:
-        if page.kv is not None:
-            return True
-        if page.filled or page.listed:
-            return False  # it was dropped while it was being filled
-        cache = self._context[self._attention_layers[0]].kv_cache
-        width = self.hidden_size * (2 if self.pair else 1)
-        return self.store.buffers(
-            page,
-            torch.Size((len(self._attention_layers), *cache.shape[1:])),
-            cache.dtype,
-            torch.Size((len(self.streams), self.store.size, width)),
-            self.config.model_config.dtype,
-        )
-
-    def _keep_state(self, track: Any, position: int, table: Table) -> None:
-        tensors = []
+    def _keep_state(self, track: Track, position: int, table: Table) -> None:
+        parts = []
         for layer, module in self._linear.items():
             slot = self._slot(layer, table, position)
-            conv, recurrent = module.kv_cache
-            tensors.append((conv[slot].cpu().clone(), recurrent[slot].cpu().clone()))
-        track.new_states.append(State(b"", np.empty(0, np.int64), position, tensors))
+            parts += [_bytes(part[slot]).reshape(-1).copy() for part in module.kv_cache]
+        track.keep_state(position, parts)
 
     # Restore.
 
     @torch.inference_mode()
-    def restore(self, plan: Plan, track: Any, partial: Page | None) -> None:
-        """Bring the plan's KV and states into the request's blocks."""
+    def restore(self, plan: Plan, track: Track, begun: OpenPage | None) -> None:
+        """Bring the plan's KV and states into the request's blocks; both at once.
+
+        begun: the page in which the request goes on.
+        """
         if self._model is None:
             raise RuntimeError("kvspan: the model has not run yet")
         began = time.perf_counter()
@@ -247,22 +212,21 @@ class Replayer:
         timing.copy_s += copy_s
         timing.replay_s += replayed - began
         timing.wait_s += ended - replayed
-        if partial is not None and self._room(partial):
-            self._continue_page(plan, partial)
-        if plan.exact and plan.length - plan.start >= 64:
+        if begun is not None:
+            self._continue_page(plan, begun)
+        if plan.exact and plan.length - plan.start >= WORTH_KEEPING:
             self._keep_state(track, plan.length, self._destination(plan))
         timing.restore_s += time.perf_counter() - began
         plan.audit.bytes = moved + self._state_bytes(plan)
         timing.bytes += plan.audit.bytes
 
-    def _continue_page(self, plan: Plan, partial: Page) -> None:
-        offset = plan.length % self.store.size
-        donor = plan.pages[-1]
-        assert partial.kv is not None and partial.hidden is not None
-        assert donor.kv is not None and donor.hidden is not None
-        partial.kv.copy_(donor.kv)
-        partial.hidden[:, :offset].copy_(donor.hidden[:, :offset])
-        partial.filled = partial.saved = offset
+    def _continue_page(self, plan: Plan, begun: OpenPage) -> None:
+        geometry = self.store.geometry
+        offset = plan.length % geometry.size
+        donor, own = page_of(plan.pages[-1]), self.store.open(begun)
+        np.copyto(geometry.kv(own), geometry.kv(donor))
+        np.copyto(geometry.hidden(own)[:, :offset], geometry.hidden(donor)[:, :offset])
+        begun.filled = begun.saved = offset
 
     def _destination(self, plan: Plan) -> Table:
         """The request's blocks, such that the state at plan.length goes where the pass looks.
@@ -282,39 +246,37 @@ class Replayer:
     @torch.inference_mode()  # of this thread, not of the one that began the copy
     def _copy_kv(self, plan: Plan) -> tuple[int, float]:
         began = time.perf_counter()
+        geometry = self.store.geometry
         blocks = plan.table[self._attention]
         moved = 0
-        for index in range(plan.local // self.store.size, len(plan.pages)):
-            kv = plan.pages[index].kv
-            if kv is None:
-                raise RuntimeError("kvspan: a page was dropped while it was wanted")
+        for index in range(plan.local // geometry.size, len(plan.pages)):
+            kv = geometry.kv(page_of(plan.pages[index]))
             for i, name in enumerate(self._attention_layers):
-                self._context[name].kv_cache[blocks[index]].copy_(kv[i])
+                _load(kv[i], self._context[name].kv_cache[blocks[index]])
             moved += kv.nbytes
         if self.copy_delay:
             time.sleep(self.copy_delay)
         return moved, time.perf_counter() - began
 
     def _state_bytes(self, plan: Plan) -> int:
-        width = self.hidden_size * (2 if self.pair else 1) * self.config.model_config.dtype.itemsize
-        hidden = int((plan.length - plan.start) * width * len(self.streams))
-        return hidden + (plan.state.bytes if plan.state is not None else 0)
+        geometry = self.store.geometry
+        hidden = (plan.length - plan.start) * geometry.row_bytes * geometry.streams
+        return hidden + (plan.state.nbytes if plan.state is not None else 0)
 
     def _rows(self, plan: Plan, group: Group, start: int, end: int) -> torch.Tensor:
         """[end - start, width]: what enters a group at these positions."""
-        device = next(self._model.parameters()).device
-        if group.source < 0:
-            return self._model.embed_tokens(torch.from_numpy(plan.token_ids[start:end]).to(device))
-        size = self.store.size
-        stream = self.streams.index(group.source)
+        device = self._device
+        if group.source is None:
+            ids = torch.from_numpy(plan.token_ids[start:end]).to(device)
+            return torch.as_tensor(self._model.embed_tokens(ids))
+        geometry = self.store.geometry
+        size, stream = geometry.size, self.streams.index(group.source)
         parts = []
         for index in range(start // size, (end - 1) // size + 1):
-            hidden = plan.pages[index].hidden
-            if hidden is None:
-                raise RuntimeError("kvspan: a page was dropped while it was wanted")
+            hidden = geometry.hidden(page_of(plan.pages[index]))[stream]
             base = index * size
-            parts.append(hidden[stream, max(start - base, 0) : min(end - base, size)])
-        return torch.cat(parts).to(device)
+            parts.append(hidden[max(start - base, 0) : min(end - base, size)])
+        return _tensor(np.concatenate(parts), self.config.model_config.dtype).to(device)
 
     def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if rows.shape[-1] == self.hidden_size:
@@ -324,18 +286,15 @@ class Replayer:
 
     def _restore_states(self, plan: Plan) -> None:
         table = self._destination(plan)
-        order = {layer: i for i, layer in enumerate(self._linear)}
+        kept = self._kept_tensors(plan.state) if plan.state is not None else {}
         for group in self.groups:
             for layer in group.layers:
                 slot = self._slot(layer, table, plan.length)
-                conv, recurrent = self._linear[layer].kv_cache
-                if plan.state is not None:
-                    kept = plan.state.tensors[order[layer]]
-                    conv[slot].copy_(kept[0])
-                    recurrent[slot].copy_(kept[1])
-                else:
-                    conv[slot].zero_()
-                    recurrent[slot].zero_()
+                for i, part in enumerate(self._linear[layer].kv_cache):
+                    if kept:
+                        part[slot].copy_(kept[layer][i])
+                    else:
+                        part[slot].zero_()
             if plan.zero or plan.start == plan.length:
                 continue
             primed = plan.state is None and plan.start > 0
@@ -343,6 +302,20 @@ class Replayer:
                 self._prime(plan, group, self._slot(group.layers[0], table, plan.length))
             self._replay(plan, group, table)
         self._fill_boundary(plan, table)
+
+    def _kept_tensors(self, state: View) -> dict[int, list[torch.Tensor]]:
+        """A kept state's tensors per layer, as `_keep_state` wrote them."""
+        held = np.concatenate(state.pages)
+        tensors: dict[int, list[torch.Tensor]] = {}
+        at = 0
+        for layer, module in self._linear.items():
+            tensors[layer] = []
+            for part in module.kv_cache:
+                one = part[0]
+                size = one.numel() * one.element_size()
+                tensors[layer].append(_tensor(held[at : at + size], one.dtype).view(one.shape))
+                at += size
+        return tensors
 
     def _fill_boundary(self, plan: Plan, table: Table) -> None:
         """Mode "align" also keeps the state of a block that ends right at plan.length."""
@@ -395,6 +368,27 @@ class Replayer:
 
     def close(self) -> None:
         self._copier.shutdown()
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's bytes, on the host; the last axis is that of the bytes."""
+    held: np.ndarray = tensor.contiguous().cpu().view(torch.uint8).numpy()
+    return held
+
+
+def _tensor(held: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """The opposite of `_bytes`; a copy where the bytes may not be written."""
+    if not held.flags.writeable:
+        held = held.copy()
+    return torch.from_numpy(held).view(dtype)
+
+
+def _load(held: np.ndarray, into: torch.Tensor) -> None:
+    """Write bytes into a tensor."""
+    if into.device.type == "cpu" and into.is_contiguous():
+        np.copyto(into.view(-1).view(torch.uint8).numpy(), held)
+    else:
+        into.copy_(_tensor(held, into.dtype).view(into.shape))
 
 
 def _mixed_qkv(module: Any, x: torch.Tensor) -> torch.Tensor:

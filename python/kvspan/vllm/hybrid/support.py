@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvspan.errors import UsageError
+from kvspan.host import DiskLevel, HostTier
+from kvspan.hybrid.groups import layer_map
+from kvspan.ops import digest_fields
+from kvspan.vllm.hybrid.store import Geometry, PageStore
 from kvspan.vllm.hybrid.tracking import Policy, parse_policy
 
 if TYPE_CHECKING:
@@ -29,6 +33,8 @@ class Options:
     k_min: int
     decode: bool
     hash_block: int
+    disk: str
+    disk_bytes: int
 
 
 def options(vllm_config: VllmConfig) -> Options:
@@ -60,7 +66,49 @@ def options(vllm_config: VllmConfig) -> Options:
         int(k_min),
         bool(extra.get("decode", True)),
         getattr(cache, "hash_block_size", None) or cache.block_size,
+        str(extra.get("disk", "")),
+        int(_number(extra, "disk_gib", 32.0, 0, where) * 2**30),
     )
+
+
+def make_store(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options
+) -> PageStore:
+    """Where pages and states are kept; UsageError where they do not fit."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    model = vllm_config.model_config
+    config = model.hf_text_config
+    (attention,) = (
+        group
+        for group in kv_cache_config.kv_cache_groups
+        if not isinstance(group.kv_cache_spec, MambaSpec)
+    )
+    spec = attention.kv_cache_spec
+    geometry = Geometry(
+        size=spec.block_size,
+        layers=len(attention.layer_names),
+        block_bytes=spec.page_size_bytes,
+        streams=len(layer_map(config.layer_types).streams),
+        row_bytes=config.hidden_size * (2 if options.pair else 1) * model.dtype.itemsize,
+    )
+    page = geometry.page_bytes
+    if options.host_bytes < page:
+        raise UsageError(
+            "kv_connector_extra_config.host_gib: no room for one page",
+            expected=f"{page / 2**30:.3g} or more",
+            found=f"{options.host_bytes / 2**30:.3g}",
+        )
+    disk = None
+    if options.disk:
+        # Another model, or the same in other units of storage, must not be taken for this one.
+        told = digest_fields(
+            "kvspan/vllm/hybrid/disk/v1", model.model, model.revision, str(model.dtype),
+            config.to_json_string(), *astuple(geometry), options.pair,
+        )  # fmt: skip
+        disk = DiskLevel(options.disk, options.disk_bytes, told)
+    tier = HostTier(options.host_bytes, page_bytes=page, disk=disk)
+    return PageStore(tier, geometry)
 
 
 def _number(extra: dict[str, Any], name: str, default: float, least: float, where: str) -> Any:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from kvspan.errors import UsageError
+from kvspan.host import View
 from kvspan.ops import BlockChain
-from kvspan.vllm.hybrid.store import Page, PageStore, State
+from kvspan.vllm.hybrid.store import FoundState, Match, OpenPage, PageStore
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,17 @@ class ReplayAudit:
 
 @dataclass
 class Plan:
-    """One restore: KV and state of `length` tokens, of which `local` are on the device already."""
+    """One restore: KV and state of `length` tokens, of which `local` are on the device already.
+
+    pages, state: what it reads, which the store keeps until `release`. start: where the replay
+    begins, from `state` or, without one, from zero. scheduled: tokens of the step that follows.
+    """
 
     length: int
     local: int
     start: int
-    pages: tuple[Page, ...]
-    state: State | None
+    pages: list[View]
+    state: View | None
     exact: bool
     token_ids: np.ndarray
     audit: ReplayAudit
@@ -106,11 +111,20 @@ class Plan:
     table: tuple[list[int], ...] = ()
     scheduled: int = 0
 
-    def pin(self, by: int) -> None:
-        for page in self.pages:
-            page.pins += by
+    def release(self) -> None:
+        for view in self.pages:
+            view.release()
         if self.state is not None:
-            self.state.pins += by
+            self.state.release()
+
+
+@dataclass
+class KeptState:
+    """A state that the worker has copied: the position, and the bytes of its tensors."""
+
+    position: int
+    parts: list[np.ndarray]
+    saves: int
 
 
 @dataclass
@@ -119,20 +133,23 @@ class Work:
 
     pages: those the positions fall into. first_block: the device block of the first of them.
     copies: (page, device block, positions whose KV is there when the step is over).
-    state: (page below which it belongs, its table of device blocks) when the state is to be kept.
+    keep_state: the request's device blocks when the state after the step is to be kept.
     """
 
     track: Track
     start: int
     count: int
-    pages: list[Page]
+    pages: list[OpenPage]
     first_block: int
-    copies: list[tuple[Page, int, int]]
+    copies: list[tuple[OpenPage, int, int]]
     keep_state: tuple[list[int], ...] | None = None
 
 
 class Track:
-    """One request, from its arrival to its end."""
+    """One request, from its arrival to its end.
+
+    pages: from page `base` on; those before it came from the store whole.
+    """
 
     def __init__(self, settings: Settings, root: bytes, policy: Policy) -> None:
         self.settings = settings
@@ -140,12 +157,13 @@ class Track:
         self.policy = policy
         self.audit = ReplayAudit(policy=policy.name)
         self.plan: Plan | None = None
-        self.pages: list[Page] = []
+        self.base = 0
+        self.pages: list[OpenPage] = []
         self.capturing = False
         self.approximate = False
         self.published = 0
         self.last_state = 0
-        self.new_states: list[State] = []
+        self.new_states: list[KeptState] = []
         self._chain = BlockChain(settings.page, root=root, span_root=root, anchored=False)
         self._keys: list[bytes] = []
 
@@ -164,25 +182,34 @@ class Track:
         stays.
         """
         self.end_plan()
-        self.drop_open(store)
+        self.drop_pages(store)
         size = self.settings.page
         tokens = np.asarray(token_ids, dtype=np.int64)
         keys = self.keys(token_ids)
         match = store.match(keys, self.root, tokens, len(tokens) - 1)
-        full = [page for page in match.pages if page.key and page.filled == size]
-        self.pages = full[: local // size]
         # What is computed from here on joins what is kept only if nothing is missing in between.
-        self.capturing = len(self.pages) * size == local and not self.approximate
-        self.published = local
-        self.last_state = local
+        self.capturing = match.length >= local and not self.approximate
+        self.base = local // size
+        self.published = self.last_state = local
         if match.length <= local or match.length < self.settings.least or self.policy.name == "off":
             return None
-        state = store.nearest_state(match, self.root, tokens, match.length)
+        state = store.nearest_state(match, self.root, tokens, match.length, keys)
+        return self._plan(store, match, state, tokens, local)
+
+    def _plan(self, store: PageStore, match: Match, state: FoundState | None, tokens: np.ndarray,
+              local: int) -> Plan | None:  # fmt: skip
         start = state.position if state is not None else 0
-        exact = True
         tail = self.policy.tail(match.length)
-        if match.length - start > tail:
-            exact, state, start = False, None, match.length - tail
+        exact = match.length - start <= tail or start == match.length
+        if not exact:
+            state, start = None, match.length - tail
+        views = [store.tier.view(page.name) for page in match.pages]
+        state_view = None if state is None else store.tier.view(state.name)
+        held = [view for view in (*views, state_view) if view is not None]
+        if len(held) < len(views) + (state is not None):
+            for view in held:  # something went meanwhile, or there is no memory to read it into
+                view.release()
+            return None
         self.audit = ReplayAudit(
             policy=self.policy.name,
             matched=match.length,
@@ -191,24 +218,24 @@ class Track:
             exact=exact,
         )
         self.plan = Plan(
-            match.length, local, start, match.pages, state, exact, tokens[: match.length],
-            self.audit, zero=self.policy.name == "zero",
+            match.length, local, start, held[: len(views)], state_view, exact,
+            tokens[: match.length], self.audit, zero=self.policy.name == "zero",
         )  # fmt: skip
-        self.plan.pin(1)
         return self.plan
 
-    def accepted(self, plan: Plan, partial: Page | None) -> None:
-        """The plan's tokens have device blocks. partial: a copy of its last page to go on in."""
+    def accepted(self, plan: Plan) -> OpenPage | None:
+        """The plan's tokens have device blocks. Returns the page to go on in, if one is begun."""
         size = self.settings.page
-        self.pages = list(plan.pages[: plan.length // size])
-        if partial is not None:
-            self.pages.append(partial)
-            partial.pins += 1
         self.approximate = self.approximate or not plan.exact
-        self.capturing = plan.exact and (partial is not None or plan.length % size == 0)
-        self.published = self.last_state = plan.length
-        if plan.start < plan.length and plan.exact:
-            self.last_state = plan.start
+        self.capturing = plan.exact and not self.approximate
+        self.base = plan.length // size
+        self.published = plan.length
+        self.last_state = plan.start if plan.exact else plan.length
+        self.pages = []
+        if self.capturing and plan.length % size:
+            self.pages.append(OpenPage())
+            return self.pages[0]
+        return None
 
     def work(self, store: PageStore, start: int, count: int, table: tuple[list[int], ...],
              group: int, prompt: int) -> Work | None:  # fmt: skip
@@ -224,28 +251,22 @@ class Track:
             return None
         blocks = table[group]
         end = start + count
-        while len(self.pages) * size < end:
-            self.pages.append(Page(parent=self.parent(len(self.pages))))
-            self.pages[-1].pins += 1
+        while (self.base + len(self.pages)) * size < end:
+            self.pages.append(OpenPage())
         first, last = start // size, (end - 1) // size
+        pages = self.pages[first - self.base : last + 1 - self.base]
         copies = [
-            (self.pages[i], blocks[i], min(size, end - i * size))
-            for i in range(first, last + 1)
+            (page, blocks[i], min(size, end - i * size))
+            for i, page in enumerate(pages, first)
             if (i + 1) * size <= end or (start < prompt <= end)
         ]
         due = end == prompt or (end < prompt and end - self.last_state >= self.settings.every)
-        if due:
-            self.last_state = end
-        return Work(
-            self, start, count, self.pages[first : last + 1], blocks[first], copies,
-            table if due else None,
-        )  # fmt: skip
+        return Work(self, start, count, pages, blocks[first], copies, table if due else None)
 
-    def parent(self, index: int) -> bytes:
-        """The key of the page before page `index`, or b"" while its tokens are not known."""
-        if index == 0:
-            return self.root
-        return self._keys[index - 1] if index <= len(self._keys) else b""
+    def keep_state(self, position: int, parts: list[np.ndarray]) -> None:
+        """The worker has copied the state at a position."""
+        self.new_states.append(KeptState(position, parts, max(position - self.last_state, 1)))
+        self.last_state = position
 
     def publish(self, store: PageStore, token_ids: Sequence[int], done: int) -> None:
         """Let others find positions up to `done`, which the worker has written."""
@@ -254,44 +275,42 @@ class Track:
         size = self.settings.page
         keys = self.keys(token_ids)
         for index in range(self.published // size, math.ceil(done / size)):
-            page = self.pages[index]
+            page = self.pages[index - self.base]
             known = min(page.filled, page.saved, done - index * size)
-            if page.kv is None:  # no room for it, and so none for what follows
-                self.stop(store)
-                return
-            if known <= len(page.tokens):
-                continue
+            if known <= self.published - index * size:
+                break
             tokens = np.asarray(token_ids[index * size : index * size + known], dtype=np.int64)
-            page.parent = self.parent(index)
-            kept = store.publish(page, tokens, keys[index] if known == size else b"")
-            if known == size:
-                page.pins -= 1
-            self.pages[index] = kept
+            key = keys[index] if known == size else b""
+            if not store.publish(page, self.parent(index), tokens, key):
+                self.stop(store)  # no room for it, and what follows could not be reached
+                return
             self.published = index * size + known
+            if known == size:
+                store.close(page)
         for state in self.new_states:
             index = state.position // size
-            state.parent = self.parent(index)
-            state.tokens = np.asarray(token_ids[index * size : state.position], dtype=np.int64)
-            if state.position <= done:
-                store.add_state(state)
+            tokens = np.asarray(token_ids[index * size : state.position], dtype=np.int64)
+            store.add_state(self.parent(index), tokens, state.parts, state.saves)
         self.new_states = []
+
+    def parent(self, index: int) -> bytes:
+        """The key of the page before page `index`, whose tokens are known."""
+        return self._keys[index - 1] if index else self.root
 
     def stop(self, store: PageStore) -> None:
         """Keep nothing more of this request."""
-        self.drop_open(store)
+        self.drop_pages(store)
         self.capturing = False
 
-    def drop_open(self, store: PageStore) -> None:
-        """Let go of the page that was being filled."""
+    def drop_pages(self, store: PageStore) -> None:
+        """Let go of the pages that were being filled."""
         for page in self.pages:
-            if not page.key and page.pins:
-                page.pins -= 1
-                store.discard(page)
-        self.pages = [page for page in self.pages if page.key]
+            store.close(page)
+        self.pages = []
         self.new_states = []
 
     def end_plan(self) -> None:
         """The restore has been done, or will not be."""
         if self.plan is not None:
-            self.plan.pin(-1)
+            self.plan.release()
             self.plan = None
