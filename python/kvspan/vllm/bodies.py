@@ -20,7 +20,8 @@ from kvspan.query.nodes import describe
 from kvspan.serve.answers import chat_prompt
 from kvspan.serve.errors import APIError
 from kvspan.serve.schema import ChatRequest, CompletionRequest, Extension, read
-from kvspan.vllm.params import DEFAULT_TIMEOUT_S, KEY, from_params, to_params
+from kvspan.vllm.params import KEY, from_params, to_params
+from kvspan.vllm.preparing import TIMEOUT_S
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # What changes how vLLM renders messages, with the values that change nothing.
@@ -50,7 +51,6 @@ class SpanBody:
     layout: SpanLayout | None
     salt: str | None
     placement: Placement = "sequential"
-    timeout_s: float = DEFAULT_TIMEOUT_S
     report: bool = False
     params: dict[str, Any] = field(default_factory=dict)
 
@@ -90,7 +90,7 @@ async def read_body(
         if layout is not None:
             return found.with_layout(layout, prompt=layout.token_ids.tolist())
     if found.params is None or (isinstance(found.params, dict) and not found.params.get("spans")):
-        return None
+        return found.salted()
     if path == COMPLETIONS and isinstance(prompt, list) and not _is_token_ids(prompt):
         raise APIError(
             400,
@@ -116,6 +116,13 @@ class _Found:
         body = {"model": "", "prompt": "-", **({} if value is None else {KEY: value})}
         return read(CompletionRequest, body).kvspan
 
+    def salted(self) -> SpanBody | None:
+        """An ordinary request that brings a salt: with it, its blocks are nobody else's."""
+        if self.body.get(KEY) is None or not (salt := self.extension().salt):
+            return None
+        body = {name: value for name, value in self.body.items() if name != KEY}
+        return SpanBody({**body, "cache_salt": salt}, None, salt)
+
     def with_layout(self, layout: SpanLayout, **changes: Any) -> SpanBody:
         """A request that is laid out. changes: of its body."""
         if self.params is not None:
@@ -128,7 +135,7 @@ class _Found:
         extension = self.extension()
         body = {name: value for name, value in self.body.items() if name != KEY}
         body.update(changes)
-        spans = to_params(layout, placement=extension.placement)
+        spans = to_params(layout, TIMEOUT_S, extension.placement)
         transfer = {**self.transfer, **body.get("kv_transfer_params", {}), **spans}
         body["kv_transfer_params"] = transfer or None
         salt = extension.salt or body.get("cache_salt")
@@ -144,7 +151,6 @@ class _Found:
         # What is wrong with the declaration is found before vLLM has looked at the text.
         checked = from_params({KEY: {**_mapping(self.params), "spans": []}}, [], block_size)
         assert checked is None
-        timeout = float(_mapping(self.params).get("timeout_s", DEFAULT_TIMEOUT_S))
         placement = _mapping(self.params).get("placement", "sequential")
         found = from_params(params, ids, block_size) if ids is not None else None
         body = {name: value for name, value in self.body.items() if name != KEY}
@@ -152,7 +158,7 @@ class _Found:
         if salt:
             body["cache_salt"] = salt
         layout = found.layout if found else None
-        return SpanBody(body, layout, salt, placement, timeout, extension.report, params)
+        return SpanBody(body, layout, salt, placement, extension.report, params)
 
 
 async def _marked(found: _Found, lay_out: LayOut) -> SpanBody:

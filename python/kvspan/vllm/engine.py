@@ -30,7 +30,7 @@ from kvspan.errors import KvspanError, UsageError
 from kvspan.layout import PromptEncoder, SpanLayout
 from kvspan.parentheses import Parentheses
 from kvspan.vllm.params import KEY, to_params
-from kvspan.vllm.preparing import Preparation, Preparer
+from kvspan.vllm.preparing import TIMEOUT_S, Preparation, Preparer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -192,7 +192,6 @@ class VllmEngine:
         lora: LoRARequest | None = None,
         placement: Placement = "sequential",
         name: str = "",
-        timeout_s: float | None = None,
     ) -> Any:
         """`Preparer.beside` with requests to this engine."""
 
@@ -207,8 +206,7 @@ class VllmEngine:
         if self.reason:
             layout = SpanLayout(layout.token_ids, (), layout.block_size)
         domain = (salt or "", lora.lora_name if lora else "", placement)
-        more = {} if timeout_s is None else {"timeout_s": timeout_s}
-        return self.preparer.beside(layout, run, domain, **more)
+        return self.preparer.beside(layout, run, domain)
 
     def stream(
         self,
@@ -307,7 +305,7 @@ def _sampling(
     prepare_for: str = "",
     **more: Any,
 ) -> SamplingParams:
-    transfer = to_params(layout, placement=placement, id=id, prepare_for=prepare_for)
+    transfer = to_params(layout, TIMEOUT_S, placement, id=id, prepare_for=prepare_for)
     return SamplingParams(
         **{"temperature": 0.0, **more},
         max_tokens=max_tokens,

@@ -7,6 +7,7 @@ beforehand was not in the cache), and what was reused is added where the request
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 import uuid
@@ -20,7 +21,7 @@ from kvspan.serve.errors import to_api_error
 from kvspan.vllm.bodies import CHAT, COMPLETIONS, SpanBody, read_body
 from kvspan.vllm.engine import VllmEngine, reuse_of
 from kvspan.vllm.params import KEY
-from kvspan.vllm.preparing import Preparation
+from kvspan.vllm.preparing import TIMEOUT_S, Preparation
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
@@ -59,18 +60,18 @@ class SpanMiddleware:
             asked = await read_body(
                 path, body, engine.lay_out, engine.block_size, engine.parentheses
             )
-            layout = None
-            if asked is not None:
-                layout = asked.layout
-                if layout is None:
-                    layout = await _render(path, asked, state, engine)
+            layout = None if asked is None else asked.layout
+            if asked is not None and layout is None and asked.params:
+                layout = await _render(path, asked, state, engine)
         except Exception as error:
             await error_response(to_api_error(error))(scope, receive, send)
             return
-        if asked is None or layout is None:
+        if asked is None:
             await self.app(scope, _replay(messages, receive), send)
-            return
-        await self._answer(scope, receive, send, asked, layout, engine)
+        elif layout is None:
+            await self.app(*_with_body(scope, receive, asked.body), send)
+        else:
+            await self._answer(scope, receive, send, asked, layout, engine)
 
     async def _answer(
         self,
@@ -82,27 +83,22 @@ class SpanMiddleware:
         engine: VllmEngine,
     ) -> None:
         state = scope["app"].state
-        lora = state.openai_serving_models.lora_requests.get(asked.body.get("model"))
+        lora = state.openai_serving_models.lora_requests.get(str(asked.body.get("model")))
         name = f"kvspan-{uuid.uuid4().hex}"
         if spans := (asked.body.get("kv_transfer_params") or {}).get(KEY):
             spans["id"] = name
+            spans.setdefault("timeout_s", TIMEOUT_S)
             if engine.reason:  # nobody prepares them: there is nothing to wait for
                 spans["timeout_s"] = 0
-        data = json.dumps(asked.body).encode()
-        headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
-        headers.append((b"content-length", str(len(data)).encode()))
-        inner = {**scope, "headers": headers}
-        message: Message = {"type": "http.request", "body": data, "more_body": False}
         async with engine.beside(
             layout,
             salt=asked.salt,
             lora=lora,
             placement=asked.placement,
             name=name,
-            timeout_s=asked.timeout_s,
         ) as prepared:
             filtered = _Answer(send, asked, layout, prepared, engine.reason)
-            await self.app(inner, _replay([message], receive), filtered)
+            await self.app(*_with_body(scope, receive, asked.body), filtered)
 
 
 def _replay(messages: list[Message], receive: Receive) -> Receive:
@@ -115,6 +111,15 @@ def _replay(messages: list[Message], receive: Receive) -> Receive:
     return again
 
 
+def _with_body(scope: Scope, receive: Receive, body: dict[str, Any]) -> tuple[Scope, Receive]:
+    """The request with another body."""
+    data = json.dumps(body).encode()
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+    headers.append((b"content-length", str(len(data)).encode()))
+    message: Message = {"type": "http.request", "body": data, "more_body": False}
+    return {**scope, "headers": headers}, _replay([message], receive)
+
+
 async def _render(
     path: str, asked: SpanBody, state: State, engine: VllmEngine
 ) -> SpanLayout | None:
@@ -122,16 +127,17 @@ async def _render(
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
+    body = copy.deepcopy(asked.body)  # vLLM changes what it renders
     try:
         if path == CHAT:
-            chat = ChatCompletionRequest.model_validate(json.loads(json.dumps(asked.body)))
+            chat = ChatCompletionRequest.model_validate(body)
             rendered = await state.openai_serving_chat.render_chat_request(chat)
             inputs = rendered[1] if isinstance(rendered, tuple) else []
         else:
-            text = CompletionRequest.model_validate(asked.body)
+            text = CompletionRequest.model_validate(body)
             rendered = await state.openai_serving_completion.render_completion_request(text)
             inputs = rendered if isinstance(rendered, list) else []
-    except ValueError:  # vLLM's own answer says what is wrong
+    except Exception:  # vLLM's own answer says what is wrong
         return None
     if len(inputs) != 1 or "prompt_token_ids" not in inputs[0]:
         return None

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 
 from kvspan.layout import SpanLayout
-from kvspan.vllm.params import DEFAULT_TIMEOUT_S
 from kvspan.vllm.prepare import prepare_stages
 
 logger = logging.getLogger("vllm.kvspan")
@@ -26,9 +25,11 @@ MAX_AT_ONCE = 64  # preparations of one request
 REMEMBERED = 65_536  # preparations that are taken to be in the pool still
 REMEMBERED_S = 60.0
 # Seconds until a request that has not begun gets its spans prepared (again): where all of them were
-# taken to be there, and where they have just been computed. Then come EVICTIONS further rounds.
+# taken to be there, where they have just been asked for, and what comes then.
 FIRST_WAIT_S, SECOND_WAIT_S = 0.25, 1.0
-EVICTIONS = 3
+LATER_WAITS_S = (2.0, 4.0, 8.0, 16.0, 32.0)
+# How long a request waits by default: the rounds above, and preparations that take their time.
+TIMEOUT_S = 120.0
 
 # Runs a layout for one token; how many of its prompt tokens were in the cache.
 RunOne = Callable[[SpanLayout], Awaitable[int]]
@@ -61,7 +62,6 @@ class Preparer:
         layout: SpanLayout,
         run: RunOne,
         domain: Hashable = (),
-        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> AsyncIterator[Preparation]:
         """Prepare while the body runs the request itself. domain: what else its cache keys say."""
         done = Preparation()
@@ -69,7 +69,7 @@ class Preparer:
         if not parts:
             yield done
             return
-        work = asyncio.ensure_future(self._rounds(parts, run, domain, timeout_s, done))
+        work = asyncio.ensure_future(self._rounds(parts, run, domain, done))
         try:
             yield done
         finally:
@@ -77,61 +77,61 @@ class Preparer:
             await asyncio.gather(work, return_exceptions=True)
 
     async def _rounds(
-        self,
-        parts: list[SpanLayout],
-        run: RunOne,
-        domain: Hashable,
-        timeout_s: float,
-        done: Preparation,
+        self, parts: list[SpanLayout], run: RunOne, domain: Hashable, done: Preparation
     ) -> None:
         digests = [_digest(part, domain) for part in parts]
         now = time.monotonic()
         missing = [i for i, digest in enumerate(digests) if self._recent.get(digest, 0.0) <= now]
-        if missing:
-            await self._round([parts[i] for i in missing], run, done)
-        waits = [SECOND_WAIT_S if missing else FIRST_WAIT_S]
-        waits += [timeout_s / (EVICTIONS + 1)] * EVICTIONS
         for digest in digests:
             self._remember(digest)
-        for wait in waits:
-            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
-                await asyncio.wait_for(done.begun.wait(), wait)
-            if done.begun.is_set():
-                return
-            await self._round(parts, run, done)
-
-    async def _round(self, parts: list[SpanLayout], run: RunOne, done: Preparation) -> None:
         slots = asyncio.Semaphore(MAX_AT_ONCE)
-        done.rounds += 1
+        tasks: dict[int, asyncio.Future[None]] = {}
 
-        async def one(part: SpanLayout) -> None:
-            async with slots:
-                cached = await run(part)
-            if not part.spans:
-                return  # the anchor
-            start, end = part.spans[-1]
-            # A request that ends in text prepares the text; its spans are those of other requests.
-            if end == part.num_tokens - 1 and cached < end:
-                done.tokens += end - max(start, cached)
-                done.missed.add(part.token_ids[start:end].tobytes())
+        def start(numbers: list[int]) -> None:
+            done.rounds += bool(numbers)
+            for i in numbers:
+                tasks[i] = asyncio.ensure_future(_prepare(parts[i], run, slots, done))
 
-        tasks = [asyncio.ensure_future(one(part)) for part in parts]
         try:
-            await asyncio.gather(*tasks)
-        except Exception as error:
-            # The request itself runs into the same, or waits in vain and says so.
-            done.failure = f"{type(error).__name__}: {error}"
-            logger.warning("kvspan: preparing a span failed: %s", done.failure)
+            start(missing)
+            for wait in (SECOND_WAIT_S if missing else FIRST_WAIT_S, *LATER_WAITS_S):
+                with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+                    await asyncio.wait_for(done.begun.wait(), wait)
+                if done.begun.is_set():
+                    return
+                # One that still runs may wait for what another, long done, has lost again.
+                start([i for i in range(len(parts)) if i not in tasks or tasks[i].done()])
+            await done.begun.wait()
         finally:
-            for task in tasks:
+            for task in tasks.values():
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     def _remember(self, digest: bytes) -> None:
         self._recent[digest] = time.monotonic() + REMEMBERED_S
         self._recent.move_to_end(digest)
         if len(self._recent) > REMEMBERED:
             self._recent.popitem(last=False)
+
+
+async def _prepare(
+    part: SpanLayout, run: RunOne, slots: asyncio.Semaphore, done: Preparation
+) -> None:
+    try:
+        async with slots:
+            cached = await run(part)
+    except Exception as error:
+        # The request itself runs into the same, or waits in vain and says so.
+        done.failure = f"{type(error).__name__}: {error}"
+        logger.warning("kvspan: preparing a span failed: %s", done.failure)
+        return
+    if not part.spans:
+        return  # the anchor
+    start, end = part.spans[-1]
+    # A request that ends in text prepares the text; its spans are those of other requests.
+    if end == part.num_tokens - 1 and cached < end:
+        done.tokens += end - max(start, cached)
+        done.missed.add(part.token_ids[start:end].tobytes())
 
 
 def _digest(part: SpanLayout, domain: Hashable) -> bytes:
