@@ -57,44 +57,51 @@ inline void convolve_columns(const ConvItem& item, int64_t column, int64_t count
   }
 }
 
+// Vectors of one pass: with tokens far apart, each line of the cache should be met once only.
+template <typename T>
+constexpr int kConvVectors = 64 / (static_cast<int>(sizeof(T)) * kWidth) > 1 ? 2 : 1;
+
 // Width 4, as models have it: the window stays in registers.
 template <typename T>
 inline void convolve_columns_4(const ConvItem& item, int64_t column) {
+  constexpr int kVectors = kConvVectors<T>;
   const T* x = static_cast<const T*>(item.x) + column;
   const T* previous = static_cast<const T*>(item.previous) + column;
-  T* out = static_cast<T*>(item.out) + column;
   const T* weights = static_cast<const T*>(item.weight) + column;
-  F32 weight[4];
-  for (int w = 0; w < 4; ++w) weight[w] = load_lanes(weights + w * item.weight_stride);
-  F32 a = load_lanes(previous), b = load_lanes(previous + item.previous_stride),
-      c = load_lanes(previous + 2 * item.previous_stride);
-  const F32 bias = item.bias ? load_lanes(static_cast<const T*>(item.bias) + column) : F32{};
+  T* out = static_cast<T*>(item.out) + column;
+  F32 weight[4][kVectors], window[3][kVectors], bias[kVectors]{};
+  for (int v = 0; v < kVectors; ++v) {
+    for (int w = 0; w < 4; ++w) {
+      weight[w][v] = load_lanes(weights + w * item.weight_stride + v * kWidth);
+      if (w < 3) window[w][v] = load_lanes(previous + w * item.previous_stride + v * kWidth);
+    }
+    if (item.bias) bias[v] = load_lanes(static_cast<const T*>(item.bias) + column + v * kWidth);
+  }
   for (int64_t t = 0; t < item.num_tokens; ++t) {
-    const F32 d = load_lanes(x + t * item.x_token_stride);
-    F32 y = multiply_add(weight[0], a, bias);
-    y = multiply_add(weight[1], b, y);
-    y = multiply_add(weight[2], c, y);
-    y = multiply_add(weight[3], d, y);
-    a = b;
-    b = c;
-    c = d;
-    if (item.silu) y = silu(y);
-    store_lanes(out + t * item.out_token_stride, y);
+    for (int v = 0; v < kVectors; ++v) {
+      const F32 last = load_lanes(x + t * item.x_token_stride + v * kWidth);
+      F32 y = multiply_add(weight[0][v], window[0][v], bias[v]);
+      y = multiply_add(weight[1][v], window[1][v], y);
+      y = multiply_add(weight[2][v], window[2][v], y);
+      y = multiply_add(weight[3][v], last, y);
+      window[0][v] = window[1][v];
+      window[1][v] = window[2][v];
+      window[2][v] = last;
+      store_lanes(out + t * item.out_token_stride + v * kWidth, item.silu ? silu(y) : y);
+    }
   }
 }
 
 template <typename T>
 void run_conv(const ConvItem& item) {
+  constexpr int64_t kColumns = kConvVectors<T> * kWidth;
   int64_t column = 0;
-  for (; column + kWidth <= item.num_channels; column += kWidth) {
-    if (item.width == 4) {
-      convolve_columns_4<T>(item, column);
-    } else {
-      convolve_columns<T>(item, column, kWidth);
-    }
+  for (; item.width == 4 && column + kColumns <= item.num_channels; column += kColumns) {
+    convolve_columns_4<T>(item, column);
   }
-  if (column < item.num_channels) {
-    convolve_columns<T>(item, column, item.num_channels - column);
+  for (; column < item.num_channels; column += kWidth) {
+    const int64_t left = item.num_channels - column;
+    convolve_columns<T>(item, column, left < kWidth ? left : kWidth);
   }
 }
 

@@ -100,12 +100,15 @@ void gated_delta(const GatedDeltaArgs& args) {
   num_threads = static_cast<int>(std::min<std::int64_t>(num_threads, num_items));
 
   std::vector<float> alpha(num_tokens * num_value_heads);
-  for (std::int64_t token = 0; token < num_tokens; ++token) {
-    for (std::int64_t head = 0; head < num_value_heads; ++head) {
-      alpha[token * num_value_heads + head] =
-          std::exp(args.g.as<const float>()[token * args.g.strides[0] + head * args.g.strides[1]]);
+  const auto fill_alpha = [&](int, std::int64_t begin, std::int64_t end) {
+    for (std::int64_t token = begin; token < end; ++token) {
+      const float* g = args.g.as<const float>() + token * args.g.strides[0];
+      for (std::int64_t head = 0; head < num_value_heads; ++head) {
+        alpha[token * num_value_heads + head] = std::exp(g[head * args.g.strides[1]]);
+      }
     }
-  }
+  };
+  parallel_ranges(num_tokens < kChunk ? 1 : num_threads, num_tokens, fill_alpha);
   const auto run = select_kernels(args.isa).run[state_type(args.v.dtype)];
   const std::int64_t workspace_size =
       gated_delta_workspace(args.k.shape[2], args.v.shape[2], heads_per_item).size;
