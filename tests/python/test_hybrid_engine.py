@@ -113,6 +113,30 @@ def test_approximate_state_is_no_source_for_exact_hits(policy: str) -> None:
         assert again.reuse.replay is not None
 
 
+def test_exact_answers_in_a_mix_of_policies() -> None:
+    """Prompts that branch off one another, in a pool that evicts; every exact one as if alone."""
+    name, rng = "qwen3_next", np.random.default_rng(5)
+    asked, seen = [random_tokens(700)], 0
+    alone = open_hybrid(tiny_hybrid(name))
+    with open_hybrid(tiny_hybrid(name), kv_cache_gib=0.004, checkpoint_interval=256) as engine:
+        assert engine.pool.num_blocks * 16 < 4000
+        for turn in range(24):
+            source = asked[int(rng.integers(len(asked)))]
+            cut = int(rng.integers(1, len(source)))
+            tokens = source[:cut] + random_tokens(int(rng.integers(1, 300)), seed=turn)
+            asked.append(tokens)
+            policy = ("exact", "ratio:0.1", "zero", "bounded:0.1")[int(rng.integers(4))]
+            engine.set_replay(policy)
+            result = ask(engine, tokens, 1)
+            replay = result.reuse.replay
+            if policy == "exact" or replay is None or replay["exact"]:
+                alone.clear_cache()
+                assert same_bits(result, ask(alone, tokens, 1)), (turn, policy)
+                seen += replay is not None
+    alone.close()
+    assert seen > 4
+
+
 def test_zero_and_ratio_are_approximate_and_ordered() -> None:
     name, base = "qwen3_5", random_tokens(1024)
     tokens = base[:1000] + random_tokens(8, seed=1)
