@@ -28,9 +28,14 @@ def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return save_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(scope="session")
-def served(model_folder: Path) -> Iterator[Served]:
-    served = Served(model_folder, num_blocks=400, max_num_batched_tokens=2048)
+@pytest.fixture
+def served(model_folder: Path) -> Served:
+    served = Served.shared(model_folder, num_blocks=400, max_num_batched_tokens=2048)
     assert served.block_size == BLOCK
-    yield served
-    served.close()
+    return served
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _close_last() -> Iterator[None]:
+    yield
+    Served.close_live()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from served import Served
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig
 from vllm import LLM, SamplingParams
 
@@ -93,6 +94,7 @@ class HybridServed:
         extra: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        Served.close_live()  # a process has room for one engine
         if connector:
             options["kv_transfer_config"] = {
                 "kv_connector": "KvspanConnector",
@@ -163,6 +165,7 @@ class HybridServed:
             scheduler.max_num_scheduled_tokens = before
 
     def close(self) -> None:
+        self.core.shutdown()
         del self.llm, self.core, self.connector
         gc.collect()
 

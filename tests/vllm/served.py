@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
@@ -46,7 +46,26 @@ def save_tiny(name: str, folder: Path) -> Path:
 
 
 class Served:
-    """Options are vLLM's; connector=None serves without kvspan."""
+    """Options are vLLM's; connector=None serves without kvspan.
+
+    A process has room for one engine, since vLLM keeps its parallel groups and its connector in
+    globals: a new one closes the one before. `shared` is for those who may find theirs closed.
+    """
+
+    _live: ClassVar[Served | None] = None
+
+    @classmethod
+    def shared(cls, folder: Path, **options: Any) -> Served:
+        """The live one if it has this folder and these options, otherwise a new one."""
+        if cls._live is None or cls._live.made_of != (folder, options):
+            cls._live = Served(folder, **options)
+            cls._live.made_of = (folder, options)
+        return cls._live
+
+    @classmethod
+    def close_live(cls) -> None:
+        if cls._live is not None:
+            cls._live.close()
 
     def __init__(
         self,
@@ -56,6 +75,8 @@ class Served:
         connector: dict[str, Any] | None = CONNECTOR,
         **options: Any,
     ) -> None:
+        self.close_live()
+        self.made_of: tuple[Path, dict[str, Any]] | None = None
         if connector:
             options["kv_transfer_config"] = connector
         settings: dict[str, Any] = {
@@ -74,6 +95,7 @@ class Served:
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         self.block_size = self.llm.llm_engine.vllm_config.cache_config.block_size
+        Served._live = self
 
     def ask(
         self,
@@ -135,5 +157,8 @@ class Served:
         return dict((output.kv_transfer_params or {}).get(KEY, {}))
 
     def close(self) -> None:
-        del self.llm
-        gc.collect()
+        if Served._live is self:
+            Served._live = None
+            self.llm.llm_engine.engine_core.shutdown()
+            del self.llm
+            gc.collect()

@@ -11,7 +11,6 @@ import gc
 import os
 import resource
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,14 +32,12 @@ from traffic import (
 REQUESTS = int(os.environ.get("KVSPAN_VLLM_REQUESTS", "150"))
 
 
-@pytest.fixture(scope="module")
-def tight(model_folder: Path) -> Iterator[Served]:
+@pytest.fixture
+def tight(model_folder: Path) -> Served:
     """34 blocks for everything, prompts in chunks of at most 90 tokens."""
-    served = Served(
+    return Served.shared(
         model_folder, num_blocks=34, max_num_batched_tokens=90, max_num_seqs=8, max_model_len=1024
     )
-    yield served
-    served.close()
 
 
 def test_mixed_requests_equal_transformers(tight: Served) -> None:
@@ -111,6 +108,7 @@ def test_nothing_is_left_behind(tight: Served) -> None:
             memory.append((len(gc.get_objects()), resident_bytes()))
     assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
     assert not connector._tracked and not connector._notes and not connector._holding
+    assert not connector._scheduler._computing
     assert len(connector._scheduler._written) <= connector._scheduler.limit + 1
     assert aborted >= REQUESTS // 10
     half = len(memory) // 2

@@ -5,7 +5,8 @@ A control removes a guard and must find wrong answers.
 hazard -> tests (test_... is left out), then its control
 
 1. Block hashes appear before the data -> same_step_requests_wait_for_each_other,
-   recomputed_span_is_no_source_while_it_is_computed; control_unwritten_sources,
+   recomputed_span_is_no_source_while_it_is_computed,
+   a_span_that_is_being_computed_again_is_no_source; control_unwritten_sources,
    control_recomputed_source
 2. A source is evicted and becomes the request's own destination ->
    sources_that_become_destinations; control_moves_one_after_the_other
@@ -64,7 +65,7 @@ def test_control_moves_without_rotation(served: Served, monkeypatch: pytest.Monk
 
 def test_control_unwritten_sources(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the guard, a request in the same step takes blocks that nobody has written yet."""
-    monkeypatch.setattr(SpanScheduler, "forget_unwritten", lambda *args: None)
+    monkeypatch.setattr(SpanScheduler, "begin", lambda *args: None)
     scheduler = _connector(served)._scheduler
     monkeypatch.setattr(scheduler, "_written", _Everything())
     errors = _same_step(served, seed=61)
@@ -105,11 +106,43 @@ def test_control_merged_domains(served: Served, monkeypatch: pytest.MonkeyPatch)
     assert served.llm.llm_engine.reset_prefix_cache()
 
 
+def test_a_span_that_is_being_computed_again_is_no_source() -> None:
+    """The same hazard over several steps: a later chunk is registered before others look.
+
+    One request has computed a span and its blocks may be evicted at any time; another is at
+    computing it again, and vLLM has just registered its next chunk.
+    """
+    layout = make([2], seed=67)
+    anchor = [bytes(32)] * (layout.anchor_len // BLOCK)
+    first, again = (SpanRequest(layout, anchor, salt=None, lora="") for _ in range(2))
+    user = SpanRequest(make([1, 2], seed=67), anchor, salt=None, lora="")
+    scheduler = SpanScheduler(lambda key: 1)
+    start, end = layout.spans[0]
+    at, total = user.spans[1].start, user.layout.num_tokens
+
+    def has_it() -> bool:
+        return scheduler.match(user, at, total).complete
+
+    scheduler.begin(first, start)
+    assert not has_it()
+    scheduler.mark_written(first, end)
+    assert has_it()
+    scheduler.begin(again, start)
+    scheduler.mark_written(again, end - BLOCK)
+    scheduler.mark_written(first, end)  # the first is still running
+    assert not has_it()
+    scheduler.end(again)  # aborted: what vLLM has registered of it is written
+    assert has_it()
+    scheduler.begin(again, start)
+    scheduler.mark_written(again, end)
+    assert has_it() and not scheduler._computing
+
+
 def test_control_recomputed_source(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The guarded twin is above: a span that was once written, and is about to be again."""
     served.ask([make([2, 1], seed=64)])
     assert served.llm.llm_engine.reset_prefix_cache()
-    monkeypatch.setattr(SpanScheduler, "forget_unwritten", lambda *args: None)
+    monkeypatch.setattr(SpanScheduler, "begin", lambda *args: None)
     assert max(_same_step(served, seed=64)) > 100 * TOLERANCE
     assert served.llm.llm_engine.reset_prefix_cache()
 

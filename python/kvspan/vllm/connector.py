@@ -206,6 +206,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         if tracked is None:
             return 0, False
         self._release(tracked)
+        self._scheduler.end(tracked.spans)  # of its work before a preemption
         tracked.plan, tracked.computes = [], False
         tracked.local_tokens = num_computed_tokens
         match = self._scheduler.match(tracked.spans, num_computed_tokens, request.num_tokens)
@@ -293,6 +294,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         self._count(tracked)
         self._stats.refuse("connector" if "another connector" in reason else "unprepared")
         del self._tracked[request.request_id]
+        self._scheduler.end(tracked.spans)
         request._block_hasher = tracked.ordinary_hasher
         request.block_hashes.clear()
         request.update_block_hashes()
@@ -321,7 +323,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._admitted(tracked)
         plan, tracked.plan = tracked.plan, []
-        self._scheduler.forget_unwritten(tracked.spans, tracked.local_tokens)
+        self._scheduler.begin(tracked.spans, tracked.local_tokens)
         if plan and not num_external_tokens:
             # Under MultiConnector another connector was chosen, which knows fewer of its tokens.
             if self._cannot_compute(tracked):
@@ -355,10 +357,12 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
-                done = tracked.request.num_computed_tokens
-                self._plan(tracked, done, done + count, step)
-                self._computes(tracked, tracked.spans.span_tokens(done, done + count))
-                self._scheduler.mark_written(tracked.spans, done + count)
+                done, spans = tracked.request.num_computed_tokens, tracked.spans
+                if done <= spans.end_of_spans or spans.placement == "parallel":
+                    self._plan(tracked, done, done + count, step)
+                if done <= spans.end_of_spans:
+                    self._computes(tracked, spans.span_tokens(done, done + count))
+                    self._scheduler.mark_written(spans, done + count)
         for tracked in list(self._holding):
             # Later steps come after this one in the worker too, so its scratch is free already.
             done = tracked.request.num_computed_tokens
@@ -409,6 +413,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if tracked := self._tracked.pop(request.request_id, None):
             self._release(tracked)
+            self._scheduler.end(tracked.spans)
             self._count(tracked)
         audit = self._notes.pop(request.request_id, None)
         return False, {KEY: asdict(audit)} if audit else None

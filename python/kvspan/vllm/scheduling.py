@@ -201,14 +201,16 @@ class SpanScheduler:
     """Which spans are legal sources, and what a request may take from them.
 
     lookup: block id cached under a key, or None. vLLM caches a block under its hash when it is
-    allocated, before its KV exists; so a span is a source only from `mark_written` on, and no
-    longer once it is about to be computed again (`forget_unwritten`).
+    allocated, before its KV exists; so a span is a source only from `mark_written` on, and not
+    while a request is at computing it again (`begin` to `mark_written` or `end`): its next chunk
+    is registered in the very step that others look for sources.
     limit: how many spans are remembered before those that the pool has lost are dropped.
     """
 
     lookup: Lookup
     limit: int = 1 << 16
     _written: set[bytes] = field(default_factory=set)
+    _computing: dict[bytes, set[SpanRequest]] = field(default_factory=dict)
 
     def match(self, request: SpanRequest, num_computed: int, num_tokens: int) -> Match:
         """What moves add to a local hit of num_computed tokens.
@@ -226,7 +228,7 @@ class SpanScheduler:
             # Text in front of a span, and a span that is to be computed in front of others, would
             # have to be computed first: requests of `kvspan.vllm.prepare` do that. A span with
             # delta 0 that is cached is a local hit already.
-            if span.start > at or span.delta == 0 or span.identity not in self._written:
+            if span.start > at or span.delta == 0 or not self._is_source(span):
                 return Match(moves, complete=False)
             for i in range((at - span.start) // size, len(span.keys)):
                 src = self.lookup(span.keys[i])
@@ -239,16 +241,32 @@ class SpanScheduler:
             raise AssertionError("a span reaches the last token")
         return Match(moves, complete=True)
 
-    def forget_unwritten(self, request: SpanRequest, num_computed: int) -> None:
+    def _is_source(self, span: PlacedSpan) -> bool:
+        return span.identity in self._written and span.identity not in self._computing
+
+    def begin(self, request: SpanRequest, num_computed: int) -> None:
         """The request was given blocks to compute from num_computed on: not yet sources."""
         for span in request.spans:
             if span.delta == 0 and span.end > num_computed:
                 self._written.discard(span.identity)
+                self._computing.setdefault(span.identity, set()).add(request)
+
+    def end(self, request: SpanRequest) -> None:
+        """The request is finished, given up or preempted: all that it has begun is written."""
+        for span in request.spans:
+            self._computed(span, request)
+
+    def _computed(self, span: PlacedSpan, request: SpanRequest) -> None:
+        if others := self._computing.get(span.identity):
+            others.discard(request)
+            if not others:
+                del self._computing[span.identity]
 
     def mark_written(self, request: SpanRequest, num_computed: int) -> None:
         """All KV up to num_computed will have been written before the next step's moves."""
         for span in request.spans:
             if span.delta == 0 and span.end <= num_computed:
                 self._written.add(span.identity)
+                self._computed(span, request)
         if len(self._written) > self.limit:
             self._written = {key for key in self._written if self.lookup(key) is not None}
