@@ -6,15 +6,15 @@ they rebuild has the bits of an ordinary prefill of the same tokens.
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
@@ -35,25 +35,24 @@ WORTH_KEEPING = 64  # tokens: the state after a shorter replay is not kept
 NULL_BLOCK = 0  # vLLM's stand-in for blocks that a request does not need
 
 
-def when_model_runs(found: Callable[[Any], None]) -> None:
-    """Call `found` with the decoder (embed_tokens and layers of known types) before it first runs.
+def find_decoder(context: Mapping[str, Any]) -> Any:
+    """The module whose blocks hold these attention layers; it has embed_tokens and layers.
 
-    vLLM gives a connector the attention layers, not the blocks around them.
+    vLLM gives a connector the attention layers (context, by name), not the blocks around them, so
+    the decoder is looked for among all modules alive. Raises RuntimeError where there is none.
     """
-
-    def look(module: torch.nn.Module, _args: Any) -> None:
-        for candidate in module.modules():
-            layers = getattr(candidate, "layers", None)
-            if not isinstance(layers, torch.nn.ModuleList) or not hasattr(
-                candidate, "embed_tokens"
-            ):
-                continue
-            if all(hasattr(layer, "layer_type") for layer in layers):
-                handle.remove()
-                found(candidate)
-                return
-
-    handle = register_module_forward_pre_hook(look)
+    known = {id(module) for module in context.values()}
+    for candidate in gc.get_objects():
+        # By type: isinstance would ask proxies, which may import things to answer.
+        if not issubclass(type(candidate), torch.nn.Module):
+            continue
+        parts = candidate.__dict__.get("_modules", {})
+        layers = parts.get("layers")
+        if layers is None or "embed_tokens" not in parts:
+            continue
+        if any(id(getattr(layer, "linear_attn", None)) in known for layer in layers):
+            return candidate
+    raise RuntimeError("kvspan: no decoder with linear_attn layers among vLLM's modules")
 
 
 @dataclass
@@ -101,15 +100,9 @@ class Replayer:
         self.attention_layer = self._attention_layers[0]
         self._captured: dict[int, torch.Tensor] = {}
         self._capturing = False
-        self._model: Any = None
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvspan-copy")
         self.copy_delay = 0.0  # seconds added to every restore's copy, for tests of the overlap
-        when_model_runs(self._found)
-
-    # The model.
-
-    def _found(self, model: Any) -> None:
-        self._model = model
+        self._model = model = find_decoder(self._context)
         self._device = next(model.parameters()).device
         layers = layer_map([layer.layer_type for layer in model.layers])
         self.groups, self.streams = layers.groups, layers.streams
@@ -197,8 +190,6 @@ class Replayer:
 
         begun: the page in which the request goes on.
         """
-        if self._model is None:
-            raise RuntimeError("kvspan: the model has not run yet")
         began = time.perf_counter()
         copying = self._copier.submit(self._copy_kv, plan)
         try:

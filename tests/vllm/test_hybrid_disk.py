@@ -1,0 +1,50 @@
+"""What a server kept on disk is there for the next one; what is broken there is not used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hybrid_served import HybridServed, difference, save_hybrid
+from test_hybrid import BASE, ROUNDING, tokens
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hybrid("qwen3_5", tmp_path_factory.mktemp("model"))
+
+
+def serve(folder: Path, disk: Path) -> HybridServed:
+    extra = {"disk": str(disk), "disk_gib": 1, "host_gib": 0.25}
+    return HybridServed(folder, "none", extra=extra)
+
+
+def test_next_server_finds_what_is_whole(folder: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    prompt = BASE[:700] + tokens(2, 60)
+    served = serve(folder, disk)
+    served.ask([BASE[:800]], 1)
+    (full,) = served.ask([prompt], replay="off")
+    served.close()
+    files = sorted(disk.rglob("*.kv"))
+    assert len(files) > 4
+
+    served = serve(folder, disk)
+    (answer,) = served.ask([prompt])
+    assert answer.cached == 759, "the whole prompt but its last token"
+    (other,) = served.ask([BASE[:500] + tokens(3, 60)])
+    assert other.cached == 500
+    assert difference(answer, full) < ROUNDING
+    served.close()
+
+    for file in files:
+        held = bytearray(file.read_bytes())
+        held[len(held) // 2] ^= 1
+        file.write_bytes(held)
+    served = serve(folder, disk)
+    (answer,) = served.ask([prompt])
+    assert torch.isfinite(torch.tensor(list(answer.logprobs.values()))).all()
+    assert answer.cached == 0
+    assert answer.tokens == full.tokens
+    served.close()
