@@ -45,6 +45,10 @@ def save_tiny(name: str, folder: Path) -> Path:
     return folder
 
 
+def scheduler_of(served: Served) -> Any:
+    return served.llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+
+
 class Served:
     """Options are vLLM's; connector=None serves without kvspan.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from served import Served
+from served import Served, scheduler_of
 from test_spans import TOLERANCE, make
 from traffic import (
     Ask,
@@ -25,7 +25,6 @@ from traffic import (
     judge,
     random_ask,
     run,
-    scheduler_of,
 )
 
 # Random requests of one model in `test_nothing_is_left_behind`. The long run has 2000.
@@ -85,6 +84,27 @@ def test_preempted_requests_whose_spans_are_gone_go_on_as_before(tight: Served) 
         assert output is not None and tight.audit(output)["fallback"] == ""
         judge(tight, ask, output, verdict)
     assert not verdict.wrong and verdict.max_error <= TOLERANCE and verdict.computed, verdict
+
+
+def test_resumed_requests_that_cannot_compute_spans_say_so(
+    tight: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never full attention in silence, where the attention backend takes no rows of ours."""
+    monkeypatch.setattr(scheduler_of(tight).connector, "_no_rows", "a backend that can't")
+    asks = [
+        Ask(make([i % 4, (i + 1) % 4], tail=17 + i, seed=6), max_tokens=180, timeout_s=0.5)
+        for i in range(4)
+    ]
+    verdict, said = Verdict(), 0
+    with counted_preemptions(tight) as preempted:
+        outputs = run(tight, asks, logprobs=0)
+    for ask, output in zip(asks, outputs, strict=True):
+        assert output is not None
+        if tight.audit(output)["fallback"]:
+            said += 1
+        else:
+            judge(tight, ask, output, verdict)
+    assert preempted and said and not verdict.wrong and verdict.max_error <= TOLERANCE
 
 
 def test_nothing_is_left_behind(tight: Served) -> None:

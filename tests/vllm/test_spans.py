@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from served import BLOCK, VOCAB, Served, save_tiny
+from served import BLOCK, VOCAB, Served, save_tiny, scheduler_of
 
 from kvspan.layout import SpanLayout, layout_from_tokens
 
@@ -91,6 +91,23 @@ def test_without_preparation_it_computes_its_spans_itself(served: Served) -> Non
         assert served.error(layout, output) <= TOLERANCE
         (output,) = served.ask([layout])  # what was computed elsewhere than it belongs is no source
         assert served.error(layout, output) <= TOLERANCE
+
+
+def test_where_it_cannot_compute_them_it_falls_back_and_says_so(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = scheduler_of(served).connector
+    monkeypatch.setattr(connector, "_no_rows", "a backend that can't")
+    layout = make([1, 2], seed=34)
+    (output,) = served.ask([layout], prepare=False, timeout_s=0.1)
+    reason = "its spans were not prepared in time (a backend that can't)"
+    assert served.audit(output)["fallback"] == reason
+    ordinary = layout_from_tokens(layout.token_ids, (), BLOCK)
+    assert served.error(ordinary, output) <= TOLERANCE
+    (output,) = served.ask([layout], prepare=False, timeout_s=0.1, placement="parallel")
+    assert served.audit(output)["fallback"] == "parallel placement: a backend that can't"
+    (output,) = served.ask([layout])  # nothing that was computed meanwhile counts as a span
+    assert served.audit(output)["fallback"] == "" and served.error(layout, output) <= TOLERANCE
 
 
 def test_partly_prepared_spans_are_moved_and_the_rest_is_computed(served: Served) -> None:

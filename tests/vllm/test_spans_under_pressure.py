@@ -32,9 +32,9 @@ from typing import Any
 
 import pytest
 import torch
-from served import BLOCK, Served
+from served import BLOCK, Served, scheduler_of
 from test_spans import TOLERANCE, make
-from traffic import Ask, Verdict, judge, run, scheduler_of
+from traffic import Ask, Verdict, judge, run
 from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from vllm.v1.attention.backends import registry

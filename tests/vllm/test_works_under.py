@@ -14,9 +14,9 @@ import torch
 from host_offloading import OFFLOADING, HostWorker
 from http_server import save_chat_model
 from safetensors.torch import save_file
-from served import CONNECTOR, Served, save_tiny
+from served import CONNECTOR, Served, save_tiny, scheduler_of
 from test_spans import TOLERANCE, make
-from traffic import Ask, Verdict, free_blocks, judge, random_ask, run, scheduler_of
+from traffic import Ask, Verdict, free_blocks, judge, random_ask, run
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.config import VllmConfig

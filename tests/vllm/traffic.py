@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from served import BLOCK, VOCAB, Served
+from served import BLOCK, VOCAB, Served, scheduler_of
 from test_spans import TOLERANCE, make
 from vllm import RequestOutput, SamplingParams
 
@@ -149,10 +149,6 @@ def judge(served: Served, ask: Ask, output: RequestOutput, verdict: Verdict) -> 
             got = torch.tensor([value.logprob for value in given[i].values()])
             error = float((got - expected[i, known]).abs().max())
             verdict.max_error = max(verdict.max_error, error)
-
-
-def scheduler_of(served: Served) -> Any:
-    return served.llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
 
 
 def free_blocks(served: Served) -> int:
