@@ -1,5 +1,7 @@
 """State-only replay of a layer by kvspan, transformers' torch fallback and vLLM's CPU operator.
 
+On a GPU (``--device cuda``) flash-linear-attention's chunk kernel takes the place of vLLM's.
+
 The sizes are Qwen3.5-4B's linear-attention layers: 16 key heads, 32 value heads, 128 x 128. All
 contestants get the same bfloat16 keys and values and take turns, so that all meet the same noise;
 a peer that is not installed gets a line that says so. Run it in the environment that has vLLM::
@@ -27,50 +29,63 @@ from kvspan import ops
 
 NUM_KEY_HEADS, NUM_VALUE_HEADS, DIM = 16, 32, 128
 TOKENS = 1600
-TARGETS = {"transformers (torch)": 3.0, "vLLM (CPU operator)": 1.2}
+FLA = "flash-linear-attention"
+TARGETS = {"transformers (torch)": 3.0, "vLLM (CPU operator)": 1.2, FLA: 1.5}
 
 Contestants = dict[str, Callable[[], object]]
 
 
-def make_inputs(num_tokens: int) -> dict[str, torch.Tensor]:
+def make_inputs(num_tokens: int, device: str) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(0)
     keys = (num_tokens, NUM_KEY_HEADS, DIM)
-    return {
+    inputs = {
         "q": torch.randn(keys, generator=random).bfloat16(),
         "k": torch.randn(keys, generator=random).bfloat16(),
         "v": torch.randn(num_tokens, NUM_VALUE_HEADS, DIM, generator=random).bfloat16(),
         "g": -0.1 * torch.rand(num_tokens, NUM_VALUE_HEADS, generator=random),
         "beta": torch.rand(num_tokens, NUM_VALUE_HEADS, generator=random),
     }
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
 def kvspan_calls(x: dict[str, torch.Tensor], threads: int) -> Contestants:
-    state = torch.empty(1, NUM_VALUE_HEADS, DIM, DIM)
+    state = x["g"].new_empty(1, NUM_VALUE_HEADS, DIM, DIM)
     out = torch.empty_like(x["v"])
+    stream = torch.cuda.current_stream().cuda_stream if state.is_cuda else 0
+    how = {"num_threads": threads, "stream": stream}
     rest = {name: x[name] for name in ("k", "v", "g", "beta")}
     return {
-        "kvspan state only": lambda: ops.gated_delta_state(
-            **rest, final_state=state, num_threads=threads
-        ),
-        "kvspan state + output": lambda: ops.gated_delta(
-            **x, out=out, final_state=state, num_threads=threads
-        ),
+        "kvspan state only": lambda: ops.gated_delta_state(**rest, final_state=state, **how),
+        "kvspan state + output": lambda: ops.gated_delta(**x, out=out, final_state=state, **how),
     }
 
 
 def transformers_call(x: dict[str, torch.Tensor]) -> Contestants:
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-    def run() -> object:
-        # Older versions leave it to the model to repeat keys for their value heads.
-        group = NUM_VALUE_HEADS // NUM_KEY_HEADS
-        q, k = (x[name].repeat_interleave(group, dim=1)[None] for name in ("q", "k"))
-        rest = [x[name][None] for name in ("v", "g", "beta")]
-        return torch_chunk_gated_delta_rule(
-            q, k, *rest, output_final_state=True, use_qk_l2norm_in_kernel=True
+    return {
+        "transformers (torch)": lambda: torch_chunk_gated_delta_rule(
+            *repeated(x), output_final_state=True, use_qk_l2norm_in_kernel=True
         )
+    }
 
-    return {"transformers (torch)": run}
+
+def fla_call(x: dict[str, torch.Tensor]) -> Contestants:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    inputs = repeated(x)
+    return {
+        FLA: lambda: chunk_gated_delta_rule(
+            *inputs, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+    }
+
+
+def repeated(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """A batch of one, in order; not all versions repeat keys for their value heads themselves."""
+    group = NUM_VALUE_HEADS // NUM_KEY_HEADS
+    q, k = (x[name].repeat_interleave(group, dim=1) for name in ("q", "k"))
+    return [tensor[None] for tensor in (q, k, x["v"], x["g"], x["beta"])]
 
 
 def vllm_call(x: dict[str, torch.Tensor]) -> Contestants:
@@ -109,6 +124,8 @@ def measure(calls: Contestants, repeats: int) -> dict[str, list[float]]:
         for name, call in calls.items():
             start = time.perf_counter()
             call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             if turn:
                 samples[name].append(time.perf_counter() - start)
     return samples
@@ -117,19 +134,19 @@ def measure(calls: Contestants, repeats: int) -> dict[str, list[float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1, help="of every contestant (default 1)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--repeats", type=int, default=9, help="samples of each (default 9)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample here")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     before = machine()
 
-    x = make_inputs(TOKENS)
+    x = make_inputs(TOKENS, args.device)
     calls = kvspan_calls(x, args.threads)
     missing = []
-    for name, make in (
-        ("transformers (torch)", transformers_call),
-        ("vLLM (CPU operator)", vllm_call),
-    ):
+    peers = {"transformers (torch)": transformers_call}
+    peers |= {"vLLM (CPU operator)": vllm_call} if args.device == "cpu" else {FLA: fla_call}
+    for name, make in peers.items():
         try:
             calls |= make(x)
         except (ImportError, AttributeError, RuntimeError) as error:
@@ -137,7 +154,7 @@ def main() -> int:
     samples = measure(calls, args.repeats)
     ours = statistics.median(samples["kvspan state only"])
     heads = f"{NUM_KEY_HEADS}/{NUM_VALUE_HEADS} heads of {DIM}"
-    print(f"{TOKENS} tokens, {heads}, bfloat16, {args.threads} thread(s)")
+    print(f"{TOKENS} tokens, {heads}, bfloat16, {args.device}, {args.threads} thread(s)")
     columns = (
         f"{'median ms':>10}{'min':>9}{'max':>9}{'k tokens/s':>12}{'kvspan is':>11}{'target':>8}"
     )
@@ -154,7 +171,7 @@ def main() -> int:
 
     lengths: Contestants = {}
     for tokens in (1, 64, 400, 1600, 6400):
-        call = kvspan_calls(make_inputs(tokens), args.threads)["kvspan state only"]
+        call = kvspan_calls(make_inputs(tokens, args.device), args.threads)["kvspan state only"]
         lengths[str(tokens)] = call
     by_length = measure(lengths, args.repeats)
     print(f"\n{'tokens':>8}{'median ms':>12}{'us/token':>11}")
