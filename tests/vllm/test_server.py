@@ -147,6 +147,25 @@ def test_marked_parts_of_a_chat(
         assert usage.prompt_tokens_details.cached_tokens >= reuse["span_tokens"]
 
 
+def test_reports_in_streams(client: openai.OpenAI) -> None:
+    body = chat([3, 0], system="w44", stream=True)
+    for prepared in (128, 0):
+        *_, last = client.chat.completions.create(**body, extra_body={"kvspan": {"report": True}})
+        reuse = last.choices[0].model_extra["kvspan"]["reuse"]
+        assert (reuse["span_tokens"], reuse["prepared_tokens"]) == (128, prepared)
+        assert any("in a stream" in note for note in reuse["notes"])
+
+
+def test_salts_of_ordinary_requests(client: openai.OpenAI) -> None:
+    body: Any = {"model": "tiny", "prompt": " ".join(f"w{i}" for i in range(3 * BLOCK)),
+                 "max_tokens": 1}  # fmt: skip
+    cached = []
+    for salt in ("", "a", "a", "b", ""):
+        answer = client.completions.create(**body, extra_body={"kvspan": {"salt": salt}})
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert cached == [0, 0, 3 * BLOCK, 0, 3 * BLOCK]
+
+
 def test_the_first_request_is_not_said_to_have_hit_the_cache(client: openai.OpenAI) -> None:
     asked = chat([0, 2, 1], system="w33", stream=True, stream_options={"include_usage": True})
     counts = []
