@@ -186,6 +186,15 @@ void bind_copy_queue(py::module_& m) {
           "cancel", [](const Job& j) { j.get().cancel(); },
           py::call_guard<py::gil_scoped_release>());
 
+  py::class_<PageLock>(m, "PageLock").def(py::init([](py::handle memory) {
+    const BorrowedTensor tensor(memory, "memory");
+    std::vector<CopyPiece> pieces;
+    append_pieces(tensor.view(), pieces);
+    KVSPAN_CHECK_ARG(pieces.size() == 1, "memory: expected one contiguous piece, got ",
+                     pieces.size());
+    return std::make_unique<PageLock>(pieces[0].data, pieces[0].bytes);
+  }));
+
   py::class_<Queue>(m, "CopyQueue")
       .def(py::init<const std::string&, std::int64_t, std::int64_t, std::int64_t, int, double>(),
            py::arg("device"), py::arg("chunk_bytes"), py::arg("max_bytes_in_flight"),

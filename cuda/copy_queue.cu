@@ -123,4 +123,15 @@ std::unique_ptr<copy_impl::Copier> make_copier(const CopyQueueOptions& options) 
   return std::make_unique<CudaCopier>(options.device.index);
 }
 
+// Portable: locked for every device of the process.
+void lock_pages(void* data, std::int64_t bytes) {
+  check_cuda(cudaHostRegister(data, static_cast<std::size_t>(bytes), cudaHostRegisterPortable),
+             "cudaHostRegister");
+}
+
+void unlock_pages(void* data) noexcept {
+  cudaHostUnregister(data);
+  cudaGetLastError();
+}
+
 }  // namespace kvspan::cuda

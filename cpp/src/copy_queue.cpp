@@ -336,6 +336,13 @@ std::optional<CopyJob> CopyQueue::try_submit(std::vector<CopySegment> segments, 
   return CopyJob(shared_, std::move(job));
 }
 
+PageLock::PageLock(void* data, std::int64_t bytes) : data_(data) {
+  require_cuda();
+  cuda::lock_pages(data, bytes);
+}
+
+PageLock::~PageLock() { cuda::unlock_pages(data_); }
+
 CopyQueueStats CopyQueue::stats() const {
   const std::lock_guard lock(shared_->mutex);
   return shared_->stats;

@@ -21,6 +21,8 @@ namespace cuda {
 
 void rerope(const ReropeArgs&) { require_cuda(); }
 void copy_blocks(const BlockCopyArgs&) { require_cuda(); }
+void lock_pages(void*, std::int64_t) { require_cuda(); }
+void unlock_pages(void*) noexcept {}
 std::unique_ptr<copy_impl::Copier> make_copier(const CopyQueueOptions&) {
   require_cuda();
   return nullptr;

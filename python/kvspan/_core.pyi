@@ -64,6 +64,9 @@ class CopyJob:
     def wait_on_stream(self, stream: int, num_chunks: int) -> bool: ...
     def cancel(self) -> None: ...
 
+class PageLock:
+    def __init__(self, memory: Any) -> None: ...
+
 class CopyQueue:
     def __init__(
         self,

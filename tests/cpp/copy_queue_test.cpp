@@ -18,6 +18,7 @@
 
 #include "copy_segments.cuh"
 #include "kvspan/copy_queue.h"
+#include "kvspan/device.h"
 #include "test_tensor.h"
 
 namespace kvspan {
@@ -320,6 +321,16 @@ TEST(CopyQueueTest, EmptyJobsAndErrors) {
   EXPECT_THROW(CopyQueue({.num_threads = 0}), ArgumentError);
   EXPECT_THROW(CopyQueue({.bytes_per_second = -1}), ArgumentError);
   EXPECT_THROW(CopyQueue({.device = {DeviceType::kOther, 0}}), ArgumentError);
+}
+
+TEST(PageLockTest, NeedsADevice) {
+  if (cuda_device_count() > 0) {
+    Bytes bytes(1 << 16);
+    PageLock lock(bytes.data(), 1 << 16);
+    EXPECT_THROW(PageLock(bytes.data(), 1 << 16), DeviceError) << "locked already";
+  } else {
+    EXPECT_THROW(PageLock(nullptr, 1), DeviceError);
+  }
 }
 
 TEST(CopyPiecesTest, ContiguousMemoryIsOnePiece) {

@@ -132,3 +132,5 @@ def test_errors() -> None:
     if _core.cuda_device_count() == 0:
         with pytest.raises(RuntimeError, match=r"no CUDA device|built without CUDA"):
             CopyQueue("cuda")
+        with pytest.raises(RuntimeError, match=r"no CUDA device|built without CUDA"):
+            HostTier(1 << 16, page_locked=True)

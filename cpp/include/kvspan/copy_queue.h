@@ -135,4 +135,23 @@ class CopyQueue {
   std::shared_ptr<copy_impl::Shared> shared_;
 };
 
+// Locks the pages of host memory, so that a CUDA device can copy to and from it in the background;
+// as long as this lives. The memory outlives it, and is locked once at a time.
+class PageLock {
+ public:
+  // Throws DeviceError where there is no CUDA device, or no more memory can be locked.
+  PageLock(void* data, std::int64_t bytes);
+  ~PageLock();
+  PageLock(const PageLock&) = delete;
+  PageLock& operator=(const PageLock&) = delete;
+
+ private:
+  void* const data_;
+};
+
+namespace cuda {
+void lock_pages(void* data, std::int64_t bytes);
+void unlock_pages(void* data) noexcept;
+}  // namespace cuda
+
 }  // namespace kvspan

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvspan import _core
 from kvspan.host.disk import DiskLevel
 from kvspan.host.entries import Entry, Reservation, View
 from kvspan.host.eviction import EvictionOrder
@@ -27,9 +28,11 @@ class HostTier:
     Args:
         memory_bytes: the memory to use; of the given one, if any, the first part.
         page_bytes: an entry takes whole pages.
-        memory: a writable buffer of at least ``memory_bytes``, page-locked for instance; it must
-            outlive the tier. Else the tier allocates its own, which the system provides page by
-            page as it is first written.
+        memory: a writable buffer of at least ``memory_bytes``, which must outlive the tier. Else
+            the tier allocates its own, which the system provides page by page as it is first
+            written.
+        page_locked: lock the memory as long as the tier lives, for a :class:`CopyQueue` of a CUDA
+            device.
         disk: the disk level; the tier closes it.
         max_pending_bytes: entries that wait to be written to disk hold their memory; beyond this
             many bytes new ones stay in memory only. None: a quarter of the memory.
@@ -37,6 +40,7 @@ class HostTier:
     Raises:
         ValueError: for sizes that cannot be used.
         TypeError: if ``memory`` is no contiguous buffer.
+        RuntimeError: if it cannot be page-locked: there is no CUDA device, or a limit.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class HostTier:
         *,
         page_bytes: int = 1 << 16,
         memory: Any = None,
+        page_locked: bool = False,
         disk: DiskLevel | None = None,
         max_pending_bytes: int | None = None,
     ) -> None:
@@ -62,6 +67,7 @@ class HostTier:
                 raise ValueError(
                     f"memory: expected at least {memory_bytes} bytes, got {len(arena)}"
                 )
+        self._page_lock = _core.PageLock(arena[:memory_bytes]) if page_locked else None
         self._pool = PagePool(arena[:memory_bytes], page_bytes)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # of _pending_bytes and _loading
