@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from peers.frame import machine
@@ -52,7 +53,7 @@ def kvspan_calls(x: dict[str, torch.Tensor], threads: int) -> Contestants:
     state = x["g"].new_empty(1, NUM_VALUE_HEADS, DIM, DIM)
     out = torch.empty_like(x["v"])
     stream = torch.cuda.current_stream().cuda_stream if state.is_cuda else 0
-    how = {"num_threads": threads, "stream": stream}
+    how: dict[str, Any] = {"num_threads": threads, "stream": stream}
     rest = {name: x[name] for name in ("k", "v", "g", "beta")}
     return {
         "kvspan state only": lambda: ops.gated_delta_state(**rest, final_state=state, **how),
