@@ -6,6 +6,7 @@ rounds bfloat16 differently.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 from hybrid_served import VOCAB, Answer, HybridServed, difference, save_hybrid
 
 from kvspan.host import HostTier
+from kvspan.vllm.hybrid.replay import Timing
 from kvspan.vllm.hybrid.tracking import Policy, Track
+from kvspan.vllm.stats import SpanStats
 
 BOUNDARIES = (63, 64, 65, 255, 256, 512, 777, 1531, 1999)
 SUFFIX = 60
@@ -267,3 +270,48 @@ def test_block_boundary_is_kept_whole(served: HybridServed) -> None:
     served.forget()
     (full,) = served.ask([prompt], replay="off")
     assert difference(second, full) < ROUNDING
+
+
+def test_counters(served: HybridServed, monkeypatch: pytest.MonkeyPatch) -> None:
+    total = SpanStats()
+    get = served.connector.get_kv_connector_stats
+
+    def get_and_add() -> SpanStats | None:
+        stats = get()
+        if stats is not None:
+            total.aggregate(stats)
+        return stats
+
+    monkeypatch.setattr(served.connector, "get_kv_connector_stats", get_and_add)
+    served.connector._weigh_at = 0.0
+    served.ask([BASE[:600]], 1)
+    served.ask([BASE[:500] + tokens(2, 60)], 1, replay="ratio:0.1")
+    counts = total.data
+    assert counts["replay_tokens_looked_up"] == 600 + 560
+    assert (counts["replay_tokens_matched"], counts["replay_tokens_replayed"]) == (500, 50)
+    assert counts["replay_approximate_requests"] == 1
+    assert counts["replay_bytes"] > 0 and counts["replay_run_seconds"] > 0
+    assert counts["replay_copy_seconds"] > 0
+    assert counts["host_memory_bytes"] > 0
+
+
+def test_copy_and_replay_run_at_once(served: HybridServed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a copy that takes long the restore takes no longer than the copy, or little."""
+    replayer = served.connector._shared.replayer
+    served.ask([BASE], 1)
+    drop_states(served)
+    prompt = BASE[:1900] + tokens(2, 20)
+    monkeypatch.setattr(replayer, "copy_delay", 2.0)
+    monkeypatch.setattr(replayer, "timing", Timing())
+    kept: list[Timing] = []
+    restore = replayer.restore
+
+    def restore_and_look(*args: Any) -> None:
+        restore(*args)
+        kept.append(copy.copy(replayer.timing))
+
+    monkeypatch.setattr(replayer, "restore", restore_and_look)
+    served.ask([prompt], 1)
+    (timing,) = kept
+    assert timing.copy_s > 2.0
+    assert timing.replay_s + timing.wait_s <= 1.15 * max(timing.copy_s, timing.replay_s)

@@ -115,6 +115,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         self._reason = refusal(vllm_config, kv_cache_config, self._no_rows)
         self._block_size = vllm_config.cache_config.block_size
         self._caching = bool(vllm_config.cache_config.enable_prefix_caching)
+        self._steer = self._kv_transfer_config.get_from_extra_config("steer", False) is True
         self._chunk = vllm_config.scheduler_config.max_num_batched_tokens
         self._pool: BlockPool | None = None
         self._scheduler = SpanScheduler(self._lookup)
@@ -229,6 +230,8 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         tracked.plan = match.moves
         if not match.moves:
             return 0, False
+        if self._steer and not tracked.computes:
+            self._steer_to(tracked)
         return (match.moves[-1].index + 1) * self._block_size - num_computed_tokens, False
 
     def _count(self, tracked: _Tracked) -> None:
@@ -340,9 +343,30 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
             return
         table = blocks.get_block_ids()[0]
         self._step.moves += [(move.src, table[move.index], move.delta) for move in plan]
+        in_place = sum(move.src == table[move.index] for move in plan)
+        tracked.spans.audit.in_place_tokens += in_place * self._block_size
         self._refresh(plan)
         tracked.spans.audit.moved_tokens += num_external_tokens
         self._stats.add("span_tokens_moved", num_external_tokens)
+
+    def _steer_to(self, tracked: _Tracked) -> None:
+        """Makes vLLM hand out the sources themselves, so that keys are rotated where they lie.
+
+        Saves the copies and their blocks, and uses the sources up: for spans that do not come
+        again. Not where a source is in use, or wanted twice, or where the pool is short: a source
+        must not be given up for a request that is not admitted then.
+        """
+        assert self._pool is not None
+        blocks = [self._pool.blocks[move.src] for move in tracked.plan]
+        needed = -(-tracked.request.num_tokens // self._block_size) + 1
+        if needed > self._pool.get_num_free_blocks() or any(block.ref_cnt for block in blocks):
+            return
+        if len({block.block_id for block in blocks}) < len(blocks):
+            return
+        # Blocks without a hash go to the front of the free queue, in this order.
+        self._pool.evict_blocks({block.block_id for block in blocks})
+        self._pool.touch(blocks)
+        self._pool.free_blocks(blocks)
 
     def _refresh(self, plan: list[Move]) -> None:
         """What is used is evicted last, as after a hit: a move alone does not touch its source."""

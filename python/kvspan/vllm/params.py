@@ -40,12 +40,14 @@ class SpanParams:
 class SpanAudit:
     """What became of a request's spans, in tokens. fallback: why spans were not used, or "".
 
-    moved_tokens: copied to their place. computed_tokens: computed by the request itself, under the
+    moved_tokens: copied to their place. in_place_tokens: of these, rotated where they lay (the
+    connector's option "steer"). computed_tokens: computed by the request itself, under the
     mask of its scope. Both count again what a preempted request does again.
     """
 
     span_tokens: int = 0
     moved_tokens: int = 0
+    in_place_tokens: int = 0
     computed_tokens: int = 0
     fallback: str = ""
 

@@ -31,6 +31,14 @@ NAME = "kvspan"  # of both entry points, as VLLM_PLUGINS names them
 CONNECTOR = "KvspanConnector"
 MODULE = "kvspan.vllm.connector"
 QUERY_PATH = "/v1/query/execute"
+# What of vLLM's server the endpoint stands on, beside the plug-in interface itself.
+SERVER_HOOKS = (
+    "vllm.engine.protocol:EngineClient.generate",
+    "vllm.inputs:tokens_input",
+    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.render_completion_request",
+    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.render_chat_request",
+    "vllm.entrypoints.openai.models.serving:OpenAIServingModels",
+)
 
 
 def register() -> None:
@@ -68,6 +76,11 @@ class EndpointPlugin:
         self, engine_client: EngineClient | None, state: State, args: Namespace
     ) -> None:
         if engine_client is None:
+            return
+        from kvspan.vllm.support import missing_hook
+
+        if name := missing_hook(SERVER_HOOKS):
+            logger.error("kvspan: %s is off: this vLLM has no %s", QUERY_PATH, name)
             return
         from kvspan.serve.service import Service, Settings
         from kvspan.vllm.engine import VllmEngine
@@ -123,7 +136,12 @@ class _Query:
     """The ASGI application of `QUERY_PATH`: the one of kvspan's own server."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        from kvspan.serve.app import Endpoint, read_query
+        from kvspan.serve.app import Endpoint, error_response, read_query
+        from kvspan.serve.errors import SERVER, APIError
 
-        service = scope["app"].state.kvspan
+        service = getattr(scope["app"].state, "kvspan", None)
+        if service is None:
+            off = APIError(503, f"{QUERY_PATH} is off: the server's log says why", type=SERVER)
+            await error_response(off)(scope, receive, send)
+            return
         await Endpoint(service, QUERY_PATH, read_query)(scope, receive, send)

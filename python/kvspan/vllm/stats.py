@@ -1,7 +1,8 @@
-"""What vLLM's log and its /metrics say of spans, through vLLM's own connector statistics.
+"""What vLLM's log and its /metrics say of spans and replays, by vLLM's own connector statistics.
 
 Counted in the scheduler: tokens are moved and prepared (computed) step by step, those of preempted
 requests once more; when a request is over, what of its spans nobody had to compute for it was hit.
+Copy and replay of a restore run at once: what of the copy was hidden is copy minus wait seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -23,6 +24,19 @@ COUNTS = {
     "span_tokens_moved": "Tokens of spans copied to other positions",
     "span_tokens_prepared": "Tokens of spans that were computed",
     "span_deferred_seconds": "Seconds that requests waited for their spans",
+    "replay_tokens_looked_up": "Prompt tokens of a hybrid model that were looked up",
+    "replay_tokens_matched": "Of these, tokens whose KV was restored",
+    "replay_tokens_replayed": "Of these, tokens that linear-attention layers ran again",
+    "replay_approximate_requests": "Requests that went on from an approximate state",
+    "replay_bytes": "Bytes of KV, hidden vectors and states that restores read",
+    "replay_lookup_seconds": "Seconds of looking up",
+    "replay_copy_seconds": "Seconds of copying KV",
+    "replay_run_seconds": "Seconds of replaying",
+    "replay_wait_seconds": "Seconds that a finished replay waited for its copy",
+}
+GAUGES = {
+    "host_memory_bytes": "Bytes kept in the host tier's memory",
+    "host_disk_bytes": "Bytes kept in the host tier's files",
 }
 # Why a request ran as an ordinary one. The log and the answer say it in full.
 REASONS = {
@@ -37,7 +51,7 @@ REFUSED = "span_requests_refused"
 
 @dataclass
 class SpanStats(KVConnectorStats):
-    """data: a number for each of COUNTS, and under REFUSED one for each of REASONS met."""
+    """data: numbers for COUNTS, under REFUSED for the REASONS met, and for the GAUGES read."""
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -57,12 +71,17 @@ class SpanStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> SpanStats:
         for name in COUNTS:
             self.data[name] += other.data[name]
+        self.data.update({name: other.data[name] for name in GAUGES if name in other.data})
         for reason, count in other.data[REFUSED].items():
             self.data[REFUSED][reason] = self.data[REFUSED].get(reason, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        counts = {name.replace("_", " "): round(self.data[name], 3) for name in COUNTS}
+        counts = {
+            name.replace("_", " "): round(self.data[name], 3)
+            for name in (*COUNTS, *GAUGES)
+            if self.data.get(name) or name.startswith("span_")
+        }
         return {**counts, REFUSED.replace("_", " "): sum(self.data[REFUSED].values())}
 
     def is_empty(self) -> bool:
@@ -85,13 +104,19 @@ class SpanPromMetrics(KVConnectorPromMetrics):
             name: counter(name=f"vllm:kvspan_{name}", documentation=text, labelnames=labelnames)
             for name, text in COUNTS.items()
         }
+        self._gauges = {
+            name: metric_types[Gauge](
+                name=f"vllm:kvspan_{name}", documentation=text, labelnames=labelnames
+            )
+            for name, text in GAUGES.items()
+        }
         self._refused = counter(
             name=f"vllm:kvspan_{REFUSED}",
             documentation="Requests with spans that ran as ordinary ones, by reason",
             labelnames=[*labelnames, "reason"],
         )
         for values in per_engine_labelvalues.values():
-            for one in self._counters.values():
+            for one in (*self._counters.values(), *self._gauges.values()):
                 one.labels(*values)
             for reason in REASONS:
                 self._refused.labels(*values, reason)
@@ -100,5 +125,8 @@ class SpanPromMetrics(KVConnectorPromMetrics):
         values = self.per_engine_labelvalues[engine_idx]
         for name, one in self._counters.items():
             one.labels(*values).inc(transfer_stats_data[name])
+        for name, one in self._gauges.items():
+            if name in transfer_stats_data:
+                one.labels(*values).set(transfer_stats_data[name])
         for reason, count in transfer_stats_data[REFUSED].items():
             self._refused.labels(*values, reason).inc(count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,12 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvspan.errors import UsageError
 from kvspan.ops import digest_fields
-from kvspan.vllm.hybrid.replay import Replayer
+from kvspan.vllm.hybrid.replay import Replayer, Timing
 from kvspan.vllm.hybrid.store import OpenPage, PageStore, root_key
 from kvspan.vllm.hybrid.support import make_store, options, refusal
 from kvspan.vllm.hybrid.tracking import Plan, ReplayAudit, Settings, Track, Work, parse_policy
 from kvspan.vllm.params import KEY
+from kvspan.vllm.stats import SpanStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -84,6 +86,8 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         self._audits: dict[str, ReplayAudit] = {}
         self._loads: list[_Load] = []
         self._step: list[tuple[_Tracked, int]] = []
+        self._stats = SpanStats()
+        self._weigh_at = 0.0
         self._replayer: Replayer | None = None
         if not self._reason:
             self._options = options(vllm_config)
@@ -106,11 +110,16 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
                 decode=self._options.decode,
             )
         if role == KVConnectorRole.SCHEDULER:
-            logger.info("kvspan: prefix reuse at any token is %s", self._state_text())
+            say = logger.warning if self._reason else logger.info
+            say("kvspan: prefix reuse at any token is %s", self._state_text())
 
     def _state_text(self) -> str:
         if self._reason:
-            return f"off: {self._reason}"
+            block = self._vllm_config.cache_config.block_size
+            return (
+                f"off: {self._reason}; prefixes are hit at multiples of {block} tokens only, and "
+                "by no request that is the first to part there"
+            )
         return (
             f"on, policy {self._options.policy_text}, pages of {self._settings.page} tokens, "
             f"{self._options.host_bytes / 2**30:.1f} GiB on the host"
@@ -123,8 +132,9 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side.
 
     def on_new_request(self, request: Request) -> None:
-        reason = self._reason
+        reason, kind = self._reason, "configuration"
         policy = None
+        refused = ""
         value = (request.kv_transfer_params or {}).get(KEY)
         try:
             if isinstance(value, dict) and "replay" in value and not reason:
@@ -132,15 +142,18 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
                     value["replay"], f"kv_transfer_params.{KEY}.replay", self._options.k_min
                 )
             if isinstance(value, dict) and value.get("spans"):
-                reason = reason or "spans need KV that may move, and recurrent state can not"
+                refused = "spans need KV that may move, and recurrent state can not"
             elif request.mm_features or request.prompt_embeds is not None:
-                reason = reason or "multimodal inputs or embeddings"
+                refused = "multimodal inputs or embeddings"
             elif request.pooling_params is not None:
-                reason = reason or "pooling"
+                refused = "pooling"
+            if refused and not reason:
+                reason, kind = refused, "request"
         except UsageError as e:
-            reason = str(e)
+            reason, kind = str(e), "declaration"
         if reason:
             if value is not None:
+                self._stats.refuse(kind)
                 logger.warning(
                     "kvspan: request %s runs without replay: %s", request.request_id, reason
                 )
@@ -164,7 +177,10 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         if request.skip_reading_prefix_cache:
             tracked.track.capturing = False
             return 0, False
+        began = time.perf_counter()
         plan = tracked.track.begin(self._store, request.all_token_ids, num_computed_tokens)
+        self._stats.add("replay_lookup_seconds", time.perf_counter() - began)
+        self._stats.add("replay_tokens_looked_up", request.num_tokens)
         if plan is None:
             return 0, False
         return plan.length - num_computed_tokens, False
@@ -180,6 +196,9 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
             track.end_plan()
             return
         begun = track.accepted(plan)
+        self._stats.add("replay_tokens_matched", plan.length - plan.local)
+        self._stats.add("replay_tokens_replayed", plan.length - plan.start)
+        self._stats.add("replay_approximate_requests", not plan.exact)
         plan.table = tuple(list(ids) for ids in blocks.get_block_ids())
         self._loads.append(_Load(plan, track, begun))
         if not plan.exact:
@@ -240,6 +259,23 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
             tracked.track.end_plan()
             if tracked.request.request_id in self._tracked:
                 tracked.track.publish(self._store, tracked.request.all_token_ids, end)
+
+    def get_kv_connector_stats(self) -> SpanStats | None:
+        if self._reason or self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, SpanStats()
+        if (replayer := self._shared.replayer) is not None:
+            timing, replayer.timing = replayer.timing, Timing()
+            stats.add("replay_bytes", timing.bytes)
+            stats.add("replay_copy_seconds", timing.copy_s)
+            stats.add("replay_run_seconds", timing.replay_s)
+            stats.add("replay_wait_seconds", timing.wait_s)
+        if time.monotonic() >= self._weigh_at:  # counting all entries takes its time
+            self._weigh_at = time.monotonic() + 1.0
+            held = self._store.tier.stats()
+            stats.data["host_memory_bytes"] = held.memory.bytes
+            stats.data["host_disk_bytes"] = held.disk.bytes if held.disk else 0
+        return stats
 
     def request_finished(
         self, request: Request, block_ids: list[int]
