@@ -314,6 +314,8 @@ def test_where_an_answer_is_read_as_text() -> None:
             layout = engine.layout(other)
             assert not layout.answers
             assert layout.token_ids.tolist() == as_text.token_ids.tolist()
+            (note,) = engine.run(other).reuse.notes
+            assert note.startswith("1 of 1 inner answers read as text")
         assert not engine.layout(replace(reads, scope="full")).spans
         stopped = engine.run(replace(request, stop=(answer.text.split()[4],)))
         assert stopped.answer is None  # its text is shorter than what was generated
@@ -324,8 +326,11 @@ def test_an_answer_with_a_token_of_the_template_is_text() -> None:
         engine.runner.model.lm_head.register_forward_hook(
             lambda module, args, logits: logits.index_fill(-1, torch.tensor([4]), 1e9)  # <turn>
         )
-        result = engine.run(GenerateRequest((Message("user", "w1"),), max_tokens=3))
+        asked = GenerateRequest((Message("user", "w1"),), max_tokens=3, keep_answer=True)
+        result = engine.run(asked)
         assert result.token_ids == [4, 4, 4] and result.answer is None
+        (note,) = result.reuse.notes
+        assert note.endswith("read as text, not with its KV: it holds a token of the chat template")
 
 
 def test_answers_deeper_than_can_be_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,6 +266,15 @@ class LocalEngine:
         has_spans = any(isinstance(item, Span) for item in request.prompt)
         if self.no_spans and request.scope != "full" and has_spans:
             job.notes.append(f"spans not reused: {self.no_spans}")
+        given = sum(
+            isinstance(item, Span) and any(message.answer for message in item.messages)
+            for item in request.prompt
+        )
+        if given > (used := sum(answer is not None for answer in layout.answers)):
+            job.notes.append(
+                f"{given - used} of {given} inner answers read as text: their KV is of another "
+                f"scope, salt or model, or too many prompts deep"
+            )
         room = self.max_positions - 1 - int(layout.positions(request.placement)[-1])
         if room < 1:
             raise PromptTooLongError(

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 
+import numpy as np
 import torch
 
 from kvspan.engine import GenerateResult, PoolTooSmallError, Progress, Usage
@@ -285,13 +286,25 @@ class Worker:
         for i in range(seq.num_prompt_tokens // seq.block_size, len(seq.hashes)):
             self.pool.register(seq.table[i], seq.text_key(i))
         job.written = len(written)
-        tokens = self.encoder.answer_tokens(ids)
-        fits = seq.last_position + 1 + len(tokens) <= self.max_positions
-        if ids and fits and not job.detokenizer.cut and self.encoder.may_be_span(ids):
+        problem = self._no_span(job)
+        if problem is None:
             depth = 1 + max((a.depth for a in job.layout.answers if a is not None), default=0)
-            job.answer = Answer(
-                job.layout, seq.placement, tokens[: len(ids)], digest, seq.domain, depth
-            )
+            token_ids = np.asarray(ids, dtype=np.int32)
+            job.answer = Answer(job.layout, seq.placement, token_ids, digest, seq.domain, depth)
+        elif ids and job.request.keep_answer:
+            job.notes.append(f"the answer will be read as text, not with its KV: {problem}")
+
+    def _no_span(self, job: Job) -> str | None:
+        """Why the answer cannot be a span; None if it can."""
+        ids = job.detokenizer.token_ids
+        end = job.active.seq.last_position + 1 + len(self.encoder.answer_tokens(ids))
+        if job.detokenizer.cut:
+            return "it was cut at a stop text"
+        if not self.encoder.may_be_span(ids):
+            return "it holds a token of the chat template"
+        if not ids or end > self.max_positions:
+            return "it reaches the end of the model's context" if ids else "it is empty"
+        return None
 
     def _settle(self, job: Job) -> None:
         self._running.remove(job)
