@@ -124,6 +124,27 @@ def test_partly_prepared_spans_are_moved_and_the_rest_is_computed(served: Served
     assert audit["computed_tokens"] == BLOCK and served.error(layout, output) <= TOLERANCE
 
 
+def test_steering_rotates_keys_where_they_lie(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = scheduler_of(served)
+    monkeypatch.setattr(scheduler.connector, "_steer", True)
+    layout = make([2, 1, 3], seed=35)
+    (output,) = served.ask([layout])
+    audit = served.audit(output)
+    assert audit["in_place_tokens"] == audit["moved_tokens"] == 7 * BLOCK
+    assert served.error(layout, output) <= TOLERANCE
+    # The sources are used up: they are prepared again, and what was rotated is no source.
+    for order in ([2, 1, 3], [3, 2, 1], [2, 1, 2]):  # at last a source that is hit in its place
+        asked = make(order, seed=35, question=len(order) + order[0])
+        (output,) = served.ask([asked])
+        assert served.error(asked, output) <= TOLERANCE
+    repeated = make([0, 1, 0, 1], seed=35)
+    (output,) = served.ask([repeated])
+    assert served.audit(output)["in_place_tokens"] == 0
+    assert served.error(repeated, output) <= TOLERANCE
+
+
 def test_parallel_placement_shares_spans_as_they_lie(served: Served) -> None:
     for order, between, tail in (([2, 0, 1], None, 41), ([1, 2, 0, 3], 2, 33), ([0, 2], None, 1)):
         layout = make(order, seed=33, between=between, tail=tail)
