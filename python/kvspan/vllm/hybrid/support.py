@@ -9,15 +9,13 @@ from kvspan.errors import UsageError
 from kvspan.host import DiskLevel, HostTier
 from kvspan.hybrid.groups import layer_map
 from kvspan.ops import digest_fields
+from kvspan.vllm import HYBRIDS
 from kvspan.vllm.hybrid.store import Geometry, PageStore
 from kvspan.vllm.hybrid.tracking import Policy, parse_policy
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-# Model types whose blocks `replay` knows how to run on their own.
-MODELS = ("qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "qwen3_next")
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,8 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     kind = getattr(model.hf_text_config, "model_type", "")
-    if kind not in MODELS:
-        return f"model type {kind}; expected one of {', '.join(MODELS)}"
+    if kind not in HYBRIDS:
+        return f"model type {kind}; expected one of {', '.join(HYBRIDS)}"
     attention = []
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
