@@ -1,0 +1,74 @@
+"""Random requests to a hybrid, with evictions and aborts: nothing leaks, answers are right.
+
+KVSPAN_VLLM_SOAK=2000 runs so many requests instead of a few.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+from pathlib import Path
+
+from hybrid_served import HybridServed, difference, save_hybrid
+from test_hybrid import ROUNDING, pinned, tokens
+from vllm import SamplingParams
+
+REQUESTS = int(os.environ.get("KVSPAN_VLLM_SOAK", "60"))
+
+
+def test_random_requests(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    served = HybridServed(
+        save_hybrid("qwen3_5", tmp_path),
+        "align",
+        extra={"host_gib": 0.02},
+        max_num_batched_tokens=512,
+        num_gpu_blocks_override=60,
+    )
+    engine = served.llm.llm_engine
+    pool = served.core.scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    bases = [tokens(i, 1500) for i in range(4)]
+    sent = aborted = checked = 0
+    worst = 0.0
+    memory = []
+    while sent < REQUESTS:
+        live: list[str] = []
+        for _ in range(rng.randint(1, 8)):
+            prompt = rng.choice(bases)[: rng.randint(1, 1400)]
+            prompt = prompt + tokens(rng.randint(10, 10**6), rng.randint(1, 80))
+            replay = rng.choice(["exact", "exact", "exact", "ratio:0.05", "off"])
+            params = SamplingParams(
+                max_tokens=rng.randint(1, 24), temperature=0, ignore_eos=True, detokenize=False,
+                extra_args={"kv_transfer_params": {"kvspan": {"replay": replay}}},
+            )  # fmt: skip
+            engine.add_request(str(sent), {"prompt_token_ids": prompt}, params)
+            live.append(str(sent))
+            sent += 1
+        while engine.has_unfinished_requests():
+            engine.step()
+            if rng.random() < 0.05:
+                engine.abort_request([rng.choice(live)])
+                aborted += 1
+        if rng.random() < 0.1:
+            prompt = rng.choice(bases)[: rng.randint(64, 1400)] + tokens(sent, 40)
+            (answer,) = served.ask([prompt], 4)
+            (full,) = served.ask([prompt], 4, replay="off")
+            worst = max(worst, difference(answer, full))
+            assert worst < ROUNDING, (answer, full)
+            checked += 1
+        if sent % 100 < 8:
+            memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+            print(f"{sent} sent, {aborted} aborts, {checked} checked, peak {memory[-1]} MiB")
+    tier = served.connector._store.tier.stats().memory
+    served.llm.reset_prefix_cache()
+    assert pool.get_num_free_blocks() == free, "blocks leaked"
+    assert pinned(served) == 0, "entries stay pinned"
+    assert not served.connector._tracked and not served.connector._audits
+    print(
+        f"{sent} requests, {aborted} aborts, {checked} answers compared (worst mean difference "
+        f"{worst:.3f}), {tier.evictions} evictions, all {free} blocks free, nothing pinned; "
+        f"peak memory {memory[0]} MiB at first, {memory[-1]} MiB at last"
+    )
+    served.close()
