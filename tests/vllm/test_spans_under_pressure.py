@@ -37,6 +37,8 @@ from test_spans import TOLERANCE, make
 from traffic import Ask, Verdict, judge, run
 from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.attention.backends import registry
 from vllm.v1.core.block_pool import BlockPool
 
@@ -376,6 +378,7 @@ def test_a_missing_hook_is_named(served: Served, monkeypatch: pytest.MonkeyPatch
             "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 512,
         },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
     ],
     ids=lambda scaling: scaling["rope_type"],
 )  # fmt: skip
@@ -386,11 +389,22 @@ def test_frequencies_are_the_models_own_in_float32(scaling: dict[str, object]) -
     inv_freq, is_neox = rotary(config, 32)
     assert is_neox and inv_freq.dtype == torch.float32
     assert torch.equal(inv_freq, LlamaRotaryEmbedding(config).inv_freq)
+    with set_current_vllm_config(VllmConfig()):
+        rope = get_rope(
+            32, max_position=2048, rope_parameters=config.rope_parameters, dtype=torch.float32
+        )
+    assert rope.is_neox_style
+    angles = torch.arange(2048)[:, None].double() * inv_freq.double()
+    table = torch.cat([angles.cos(), angles.sin()], 1) * getattr(rope, "mscale", 1.0)
+    assert (rope.cos_sin_cache[:2048].double() - table).abs().max() < 1e-3
 
 
 def test_frequencies_that_differ_between_layers_are_refused() -> None:
     with pytest.raises(UsageError, match="no single set of rotary frequencies"):
         rotary(Gemma3TextConfig(), 256)
+    for name in ("layer_rope_theta", "no_rope_layers", "dual_chunk_attention_config"):
+        with pytest.raises(UsageError, match=name):
+            rotary(LlamaConfig(rope_parameters={"rope_theta": 1e4}, **{name: [1, 0]}), 64)
 
 
 def test_zeroed_blocks_are_refused(served: Served) -> None:
@@ -401,6 +415,12 @@ def test_zeroed_blocks_are_refused(served: Served) -> None:
     config = served.llm.llm_engine.vllm_config
     assert refusal(config, cache_config, "") == ""
     assert "zeroed" in refusal(config, fake, "")  # type: ignore[arg-type]
+
+
+def test_other_pairs_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = served.llm.llm_engine.vllm_config
+    monkeypatch.setattr(config.model_config, "quantization", "gguf")
+    assert "GGUF" in refusal(config, _connector(served)._kv_cache_config, "")
 
 
 class _Everything(set):

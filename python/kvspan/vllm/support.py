@@ -114,6 +114,8 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, no_rows: st
         return "pipeline parallelism"
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         return "context parallelism"
+    if model.quantization == "gguf":
+        return "GGUF weights, whose keys may rotate in other pairs"
     if vllm_config.speculative_config is not None:
         return "speculative decoding"
     try:
@@ -129,6 +131,9 @@ def rotary(config: Any, head_size: int) -> tuple[torch.Tensor, bool]:
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
         raise UsageError("no single set of rotary frequencies (rope_parameters with rope_theta)")
+    for name, reason in _OTHER_ROTATIONS.items():
+        if getattr(config, name, None):
+            raise UsageError(f"{reason} ({name})")
     if config.model_type not in NEOX_MODELS:
         raise UsageError(
             f"model type {config.model_type}; expected one of {', '.join(NEOX_MODELS)}"
@@ -152,6 +157,13 @@ def cache_layout(dtype: torch.dtype, block_size: int, head_size: int) -> Layout:
         return "cpu_vec"
     raise UsageError(f"vLLM's CPU attention for {isa} keeps keys in an unknown layout")
 
+
+# Options of such models with which one set of frequencies is not the whole truth.
+_OTHER_ROTATIONS = {
+    "layer_rope_theta": "rotary frequencies that differ between layers",
+    "no_rope_layers": "layers without rotary positions",
+    "dual_chunk_attention_config": "dual chunk attention",
+}
 
 # Model types whose keys rotate in NeoX pairs in vLLM, in every layer, with these frequencies.
 NEOX_MODELS = ("llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "olmo2")
