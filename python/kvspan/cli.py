@@ -282,10 +282,11 @@ def add_query_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--nested",
-        choices=("answer", "whole"),
+        choices=("answer", "text", "whole"),
         default="answer",
-        help="what an outer generate reads of an inner one in a plus: its answer (the default), or "
-        "input and answer as one reusable span (whole)",
+        help="what an outer generate reads of an inner one in a plus: its answer, with the KV it "
+        "was generated with (the default), its answer as any other span (text), or input and "
+        "answer (whole)",
     )
     parser.add_argument(
         "--block-size",

@@ -76,8 +76,9 @@ def run(
     order: "pinned" keeps the spans of every plus in the order they are written in; "canonical"
         sorts them by content, so that equal sets give equal prompts; "recent" puts those first that
         stand in ``history`` (a SpanHistory), which makes the prompt depend on the runs before.
-    nested: "whole" lets outer generates read the inputs of inner ones beside their answers, so that
-        both are one reusable span; "answer", the answers alone.
+    nested: what outer generates read of inner ones in a plus. "answer": the answer with the KV it
+        was generated with, after its own prompt; "text": the answer as any other span, computed
+        after the outer anchor; "whole": the inner input, too, beside the answer.
     keep_going: after a failure, run all that does not depend on it; see RunResult.failures.
     corpora: file or folder of each corpus that retrieve nodes name; see ``kvspan.retrieve``.
     retriever: finds the fragments of augment and retrieve nodes, in the place of the default one.

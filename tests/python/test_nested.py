@@ -22,7 +22,7 @@ from kvspan.query.nodes import Node
 from kvspan.query.plan import Message, Prompt, Span
 from nested_oracle import nested_logprobs
 from test_local_engine import TOLERANCE, open_tiny
-from tiny_models import configs, tiny_model
+from tiny_models import tiny_model
 
 RESERVED = 7  # token ids of the word tokenizer that are no words
 NAMES = ("llama", "yarn-rope", "qwen3", "gemma3", "cohere-interleaved", "glm-partial-interleaved")
@@ -395,5 +395,8 @@ def test_whole_exchanges_keep_their_answers_too() -> None:
         check_hit_is_miss(engine, requests[-1], "llama")
 
 
-def test_all_families_are_known() -> None:
-    assert set(NAMES) <= set(configs())
+def test_answers_as_text_on_request() -> None:
+    with opened() as engine:
+        result = run(judge(uneven_drafts(3)), engine=engine, nested="text")
+        final = result.calls[-1].result.reuse
+        assert (final.spans, final.answers, final.reused_tokens) == (3, 0, 0)

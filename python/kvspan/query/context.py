@@ -10,10 +10,10 @@ from kvspan.engine import Capabilities
 from kvspan.query.retrieval import Retriever
 
 Order = Literal["canonical", "pinned", "recent"]
-Nested = Literal["answer", "whole"]
+Nested = Literal["answer", "text", "whole"]
 
 ORDERS: tuple[Order, ...] = ("canonical", "pinned", "recent")
-NESTED: tuple[Nested, ...] = ("answer", "whole")
+NESTED: tuple[Nested, ...] = ("answer", "text", "whole")
 
 
 ABLE = Capabilities(spans=True, reason="", max_tokens=0, block_size=0, answers=True)
@@ -45,7 +45,8 @@ class Context:
     retriever: finds the fragments of augment and retrieve.
     order: whether children of a plus in a prompt are put into their canonical order, or the ones
         that stand in ``history`` first, in the order of the latest prompt that had them.
-    nested: what an outer generate reads of a generate in a plus: its answer, or its whole exchange.
+    nested: what an outer generate reads of a generate in a plus: its answer as it was generated,
+        its answer as text like any other, or its whole exchange.
     scope: of calls that no options node says it of; with "full" there are no spans to prepare.
     capabilities: of the engine that runs calls to a model, the same object for the same engine.
         None: nothing is known yet, and every model has an engine of its own that can do all.

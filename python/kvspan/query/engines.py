@@ -42,6 +42,7 @@ def distribute_plus(query: Node, context: Context) -> Node:
     def change(node: Generate, own: _Reader, reader: _Reader | None, in_span: bool) -> Generate:
         kept = (
             in_span
+            and context.nested != "text"
             and reader is not None
             and reader.scope == "anchored"
             and reader.salt == own.salt

@@ -10,7 +10,7 @@
     flatten_cross      cross at the end of a cross -> one cross
     order_spans        the spans of a prompt -> in the order of their content, unless pinned
     split_reduce       a declared reduction over many spans -> a tree of small ones
-    keep_inputs        an inner generate -> one span with what it read, on request
+    keep_inputs        an inner generate -> what it read and what it said, on request
     distribute_plus    an inner generate -> a span anchored by its own input, where engines can
     plain_prompts      the spans of a plus -> plain text, where an engine has none
 

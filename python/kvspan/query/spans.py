@@ -100,7 +100,7 @@ def _only_plus(judge: Generate, origin: Path) -> tuple[Plus, Callable[[tuple[Nod
 
 
 def keep_inputs(query: Node, context: Context) -> Node:
-    """An inner generate and what it read are one span, so that its KV keeps what it was made from.
+    """An inner generate is read together with what it read, both as one child of the plus.
 
     Only on request (``nested="whole"``): outer generates then read the inner inputs as well.
 
