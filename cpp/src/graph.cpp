@@ -128,7 +128,7 @@ class Peeler {
   };
   struct Walker {
     std::int32_t node;
-    std::int32_t piece;
+    std::int32_t piece;       // that it is in, or may use again; -1 for none
     std::int32_t room_begin;  // its part of walked_ that is not used yet
     std::int32_t room_end;
     std::int32_t scan;  // where the next node not reached may be
@@ -170,6 +170,7 @@ class Peeler {
     std::vector<Walker> walkers;
     for (std::int64_t w = 0; w < kNumWalkers; ++w) {
       Walker walker{};
+      walker.piece = -1;
       walker.scan = static_cast<std::int32_t>(w * num_nodes_ / kNumWalkers);
       walker.scan_end = static_cast<std::int32_t>((w + 1) * num_nodes_ / kNumWalkers);
       if (start(walker)) walkers.push_back(walker);
@@ -197,8 +198,11 @@ class Peeler {
       walker.room_begin = walked_used_;
       walker.room_end = walked_used_ += kRoom;
     }
-    walker.piece = static_cast<std::int32_t>(pieces_.size());
-    pieces_.push_back({walker.room_begin, walker.room_begin, -1});
+    if (walker.piece < 0) {
+      walker.piece = static_cast<std::int32_t>(pieces_.size());
+      pieces_.push_back({0, 0, -1});
+    }
+    pieces_[walker.piece].begin = walker.room_begin;
     append(walker, ~walker.piece);
   }
 
@@ -218,27 +222,33 @@ class Peeler {
       return true;
     }
     Piece& piece = pieces_[walker.piece];
-    piece.end = walker.room_begin;
-    if (is_new) {  // no room left
-      piece.next = static_cast<std::int32_t>(pieces_.size());
-      open_piece(walker);
-      return true;
+    if (~mark == walker.piece) {  // a whole cycle: its room and its piece are free again
+      append_cycle_nodes(piece.begin, walker.room_begin);
+      components_.offsets.push_back(position_);
+      walker.room_begin = piece.begin;
+      return start(walker);
     }
-    piece.next = ~mark;
-    return start(walker);
+    piece.end = walker.room_begin;
+    piece.next = is_new ? static_cast<std::int32_t>(pieces_.size()) : ~mark;
+    walker.piece = -1;
+    if (!is_new) return start(walker);
+    open_piece(walker);  // there was no room left
+    return true;
+  }
+
+  // What was walked from begin to end - 1 comes next among the components.
+  void append_cycle_nodes(std::int32_t begin, std::int32_t end) {
+    for (std::int32_t k = begin; k < end; ++k) place(position_++, walked_[k]);
   }
 
   void join_pieces() {
-    std::int32_t position = 0;
     for (std::size_t first = 0; first < pieces_.size(); ++first) {
       if (pieces_[first].next < 0) continue;
       for (auto p = static_cast<std::int32_t>(first); pieces_[p].next >= 0;) {
-        for (std::int32_t k = pieces_[p].begin; k < pieces_[p].end; ++k) {
-          place(position++, walked_[k]);
-        }
+        append_cycle_nodes(pieces_[p].begin, pieces_[p].end);
         p = std::exchange(pieces_[p].next, -1);
       }
-      components_.offsets.push_back(position);
+      components_.offsets.push_back(position_);
     }
   }
 
@@ -246,6 +256,7 @@ class Peeler {
   LargeVector<Node> nodes_;
   LargeVector<std::int32_t> walked_;
   std::int32_t walked_used_ = 0;
+  std::int32_t position_ = 0;  // behind the cycles placed so far
   LargeVector<Piece> pieces_;
   Components components_;
 };

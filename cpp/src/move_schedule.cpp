@@ -79,6 +79,9 @@ class Scheduler {
   // no move is deeper than the limit.
   void break_up() {
     height_.assign(num_moves_, 0);
+    // At most, where depth is not limited; what is not used is never touched.
+    out_.cycle_steps.reserve(num_moves_);
+    out_.saved.reserve(num_moves_ / 2);
     for (std::int32_t c = num_components(); c-- > 0;) {
       const std::int32_t begin = component_offsets_[c];
       const std::int32_t end = component_offsets_[c + 1];
