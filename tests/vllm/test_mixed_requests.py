@@ -46,10 +46,10 @@ def test_mixed_requests_equal_transformers(tight: Served) -> None:
     with counted_preemptions(tight) as preempted:
         while verdict.requests < 200:
             asks = [random_ask(rng) for _ in range(rng.integers(1, 6))]
-            if rng.random() < 0.1:  # answers so long that they don't all fit
+            if rng.random() < 0.08:  # answers so long that they don't all fit
                 orders = [[i, i + 1] for i in range(4)]
                 layouts = [make(order, tail=17 + order[0], seed=5) for order in orders]
-                asks = [Ask(layout, "preempting", 100) for layout in layouts]
+                asks = [Ask(layout, "preempting", 170) for layout in layouts]
             doomed = {i: int(rng.integers(0, 12)) for i in range(len(asks)) if rng.random() < 0.1}
             outputs = run(
                 tight, asks, logprobs=50, abort=lambda step, i, at=doomed: at.get(i, -1) == step
