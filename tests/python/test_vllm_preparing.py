@@ -69,7 +69,11 @@ def test_all_at_once_and_counted_once() -> None:
                 await asyncio.sleep(0)
             done.begun.set()
         assert runs.most == 3 and len(runs.started) == 3
-        assert done.tokens == 3 * BLOCK and not done.failure and done.rounds == 1
+        assert (
+            (done.tokens, done.anchor, done.text) == (3 * BLOCK, BLOCK, 0)
+            and not done.failure
+            and done.rounds == 1
+        )
         assert done.missed == {np.full(BLOCK, n, np.int32).tobytes() for n in (7, 8, 9)}
 
     asyncio.run(run())
@@ -125,7 +129,7 @@ def test_one_that_waits_for_what_was_lost_is_left_alone_and_the_lost_one_run_aga
             for part in (first, second, cut)
         ]
         assert counts[0] >= 3 and counts[1] >= 3 and counts[2] == 1
-        assert done.tokens == 2 * BLOCK  # text is no span
+        assert (done.tokens, done.anchor, done.text) == (2 * BLOCK, BLOCK, BLOCK)
 
     asyncio.run(run())
 

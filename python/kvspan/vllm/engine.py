@@ -291,7 +291,7 @@ def reuse_of(
         reused_tokens=span_tokens - missed,
         moved_tokens=int(audit.get("moved_tokens", 0)),
         prepared_tokens=missed,
-        computed_tokens=min(layout.num_tokens - cached + prepared.tokens, layout.num_tokens),
+        computed_tokens=min(layout.num_tokens - cached + prepared.computed, layout.num_tokens),
         notes=notes,
     )
 

@@ -210,7 +210,7 @@ class _Answer:
         details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
         cached = details.get("cached_tokens")
         if cached is not None:
-            details["cached_tokens"] = max(0, cached - self.prepared.tokens)
+            details["cached_tokens"] = max(0, cached - self.prepared.computed)
         if self.asked.report:
             report = self._report(answer, cached, stream)
             for choice in answer.get("choices", ()):

@@ -39,15 +39,23 @@ RunOne = Callable[[SpanLayout], Awaitable[int]]
 class Preparation:
     """What was done for one request. tokens: of spans that were computed for it.
 
+    anchor, text: tokens of its anchor, and of text between its spans, that were computed for it.
     missed: the token ids of these spans, as bytes. rounds: of preparing.
     begun: set by the request once it runs, which ends the preparing.
     """
 
     tokens: int = 0
+    anchor: int = 0
+    text: int = 0
     missed: set[bytes] = field(default_factory=set)
     rounds: int = 0
     failure: str = ""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def computed(self) -> int:
+        """All tokens of the request's prompt that were computed for it beforehand."""
+        return self.tokens + self.anchor + self.text
 
 
 class Preparer:
@@ -125,11 +133,18 @@ async def _prepare(
         done.failure = f"{type(error).__name__}: {error}"
         logger.warning("kvspan: preparing a span failed: %s", done.failure)
         return
+    # What is computed is the last segment but the token at the end; where that is a span, several
+    # of them side by side may have computed the anchor, which counts once.
+    last = part.num_tokens - 1
     if not part.spans:
-        return  # the anchor
+        done.anchor = max(done.anchor, last - cached)
+        return
     start, end = part.spans[-1]
-    # A request that ends in text prepares the text; its spans are those of other requests.
-    if end == part.num_tokens - 1 and cached < end:
+    if end < last:
+        done.text += max(0, last - max(end, cached))
+        return
+    done.anchor = max(done.anchor, start - cached)
+    if cached < end:
         done.tokens += end - max(start, cached)
         done.missed.add(part.token_ids[start:end].tobytes())
 
