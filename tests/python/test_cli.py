@@ -110,7 +110,8 @@ def test_engine_options_reach_open_engine(monkeypatch, query_file, capsys) -> No
     assert cli.main(["run", query_file, *words.split()]) == 0
     seen.pop("progress")
     assert seen == {
-        "model": "M", "block_size": 64, "kv_cache_gib": 0.5, "dtype": "float32", "device": "cpu"
+        "model": "M", "block_size": 64, "kv_cache_gib": 0.5, "dtype": "float32", "device": "cpu",
+        "replay": "exact",
     }  # fmt: skip
 
 
