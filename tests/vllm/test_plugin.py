@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi import FastAPI, Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -12,7 +13,10 @@ from starlette.testclient import TestClient
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin as Interface
 
+from kvspan.layout import SpanLayout
 from kvspan.vllm import plugin
+from kvspan.vllm.engine import reuse_of
+from kvspan.vllm.preparing import Preparation
 from kvspan.vllm.stats import COUNTS, REFUSED, SpanPromMetrics, SpanStats
 from kvspan.vllm.support import missing_hook
 
@@ -68,6 +72,31 @@ def test_statistics_become_counters() -> None:
             assert registry.get_sample_value(f"vllm:kvspan_{name}_total", labels) == expected
     labels = {"engine": "1", "reason": "declaration"}
     assert registry.get_sample_value(f"vllm:kvspan_{REFUSED}_total", labels) == 2
+
+
+def test_what_became_of_a_prompt() -> None:
+    size = 32
+    bounds = ((size, 2 * size), (2 * size, 5 * size))
+    layout = SpanLayout(np.arange(5 * size + 1, dtype=np.int32), bounds, size)
+    cached = 5 * size
+    hit = reuse_of(layout, Preparation(), cached, {"fallback": "", "moved_tokens": 3 * size})
+    assert (hit.span_hits, hit.reused_tokens, hit.prepared_tokens) == (2, 4 * size, 0)
+    assert (hit.moved_tokens, hit.computed_tokens, hit.notes) == (3 * size, 1, [])
+    missed = {layout.token_ids[size : 2 * size].tobytes()}
+    prepared = Preparation(tokens=size, anchor=size, missed=missed)
+    half = reuse_of(layout, prepared, cached, {"fallback": ""})
+    assert (half.span_hits, half.reused_tokens, half.prepared_tokens) == (1, 3 * size, size)
+    assert half.computed_tokens == 2 * size + 1
+    for audit in ({"fallback": "why"}, {"policy": "off", "refused": "why"}):
+        none = reuse_of(layout, Preparation(), 0, audit)
+        assert (none.span_hits, none.reused_tokens) == (0, 0)
+        assert none.notes == ["spans not reused: why"]
+    replay = {"policy": "ratio:0.05", "exact": False, "refused": ""}
+    plain = SpanLayout(layout.token_ids, (), size)
+    hybrid = reuse_of(plain, Preparation(), 3 * size, replay, "recurrent state")
+    assert hybrid.replay == replay and hybrid.computed_tokens == 2 * size + 1
+    assert hybrid.notes == ["spans not reused: recurrent state",
+                            "recurrent state rebuilt approximately (ratio:0.05)"]  # fmt: skip
 
 
 @pytest.fixture

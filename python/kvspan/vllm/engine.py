@@ -81,7 +81,7 @@ class VllmEngine:
             if output.finished:
                 if audit is None:
                     return "kvspan's connector is not loaded (see `kvspan vllm-args`)"
-                return str(audit.get("fallback", ""))
+                return refused_in(audit)
         raise KvspanError("vLLM gave no answer to a first request")
 
     # --- kvspan.engine.Engine --------------------------------------------------------------------
@@ -274,8 +274,11 @@ def reuse_of(
     off: str = "",
 ) -> Reuse:
     """What became of a prompt's tokens. cached: tokens that vLLM found. off: why spans are off."""
-    fallback = str(audit.get("fallback", ""))
-    notes = [f"spans not reused: {reason}" for reason in (fallback, off) if reason]
+    fallback = refused_in(audit)
+    notes = [f"spans not reused: {reason}" for reason in dict.fromkeys((fallback, off)) if reason]
+    replay = dict(audit) if "policy" in audit else None
+    if replay is not None and not replay.get("exact", True):
+        notes.append(f"recurrent state rebuilt approximately ({replay['policy']})")
     span_tokens = sum(end - start for start, end in layout.spans)
     # Of each span, the tokens that were computed for this request: by itself, or beforehand.
     computed = [max(0, end - max(start, cached)) for start, end in layout.spans]
@@ -292,6 +295,7 @@ def reuse_of(
         moved_tokens=int(audit.get("moved_tokens", 0)),
         prepared_tokens=missed,
         computed_tokens=min(layout.num_tokens - cached + prepared.computed, layout.num_tokens),
+        replay=replay,
         notes=notes,
     )
 
@@ -312,6 +316,11 @@ def _sampling(
         output_kind=RequestOutputKind.DELTA,
         extra_args={"kv_transfer_params": transfer} if transfer else None,
     )
+
+
+def refused_in(audit: Mapping[str, Any]) -> str:
+    """Why the connector, or that for hybrid models, did not do what a request asked; or ""."""
+    return str(audit.get("fallback") or audit.get("refused") or "")
 
 
 def audit_of(output: RequestOutput) -> dict[str, Any] | None:
