@@ -174,7 +174,7 @@ def show(figures: dict[str, Any], ratio: float) -> None:
     for name, label in (
         ("full", "full prefill"),
         ("tail", f"replay {ratio:.0%}"),
-        ("exact", "exact"),
+        ("exact", "exact, 1 checkpoint back"),
     ):
         t = figures[name]
         over = figures["full"]["median"] / t["median"]
