@@ -96,7 +96,7 @@ def test_hybrids_get_their_flags(tmp_path: Path) -> None:
     for config in ({"model_type": "qwen3_next"}, {"text_config": {"model_type": "qwen3_5_text"}}):
         (tmp_path / "config.json").write_text(json.dumps(config))
         command = launch.plan(str(tmp_path)).command
-        assert "--enforce-eager" in command and "--no-async-scheduling" in command
+        assert "--enforce-eager" in command
         assert "--block-size" not in command
     (tmp_path / "config.json").write_text("[]")
     assert "--enforce-eager" not in launch.plan(str(tmp_path)).command

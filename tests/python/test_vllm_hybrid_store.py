@@ -86,7 +86,7 @@ class Machine:
             page.saved = saved
         if work.keep_state is not None:
             end = work.start + work.count
-            work.track.keep_state(end, [digest(tokens[:end])])
+            work.track.keep_state(end, [digest(tokens[:end])], work.saves)
 
     def go_on(self, plan: Plan, begun: OpenPage) -> None:
         offset = plan.length % SIZE

@@ -24,7 +24,7 @@ def test_random_requests(tmp_path: Path) -> None:
         "align",
         extra={"host_gib": 0.02},
         max_num_batched_tokens=512,
-        num_gpu_blocks_override=60,
+        num_gpu_blocks_override=40,
     )
     engine = served.llm.llm_engine
     pool = served.core.scheduler.kv_cache_manager.block_pool

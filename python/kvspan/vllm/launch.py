@@ -31,7 +31,7 @@ CONNECTOR = {
     "kv_role": "kv_both",
 }
 # What prefix reuse at any token of a hybrid model asks for; see `kvspan.vllm.hybrid.support`.
-HYBRID_FLAGS = ["--enforce-eager", "--no-async-scheduling"]
+HYBRID_FLAGS = ["--enforce-eager"]
 # Groups of plug-ins that VLLM_PLUGINS filters; endpoints are left out unless they are named.
 _GROUPS = ("general", "io_processor", "platform", "stat_logger")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +43,15 @@ logger = init_logger("vllm.kvspan")
 
 @dataclass
 class _Shared:
-    """Scheduler and worker are in one process, which `support.refusal` sees to, and take turns."""
+    """Scheduler and worker are in one process, which `support.refusal` sees to.
+
+    They take turns, or the worker is a step behind in a thread of its own: done is the last step
+    that it has finished.
+    """
 
     store: PageStore
     replayer: Replayer | None = None
+    done: int = 0
 
 
 _SHARED: dict[str, _Shared] = {}
@@ -62,16 +68,29 @@ class _Load:
 class ReplayMetadata(KVConnectorMetadata):
     """One step: restores, and what the step's requests leave behind."""
 
+    step: int = 0
     loads: list[_Load] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
 
 
 @dataclass
 class _Tracked:
+    """A request of vLLM's. done: its positions that have been computed for certain."""
+
     request: Request
     track: Track
     ordinary_hasher: Any
     poisoned: bool = False
+    done: int = 0
+
+
+@dataclass
+class _Step:
+    """A step that was sent to the worker: where it brings which requests, and its restores."""
+
+    number: int
+    ends: list[tuple[_Tracked, int]] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
 
 
 class HybridConnector(KVConnectorBase_V1, SupportsHMA):
@@ -85,9 +104,11 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         self._tracked: dict[str, _Tracked] = {}
         self._audits: dict[str, ReplayAudit] = {}
         self._loads: list[_Load] = []
-        self._step: list[tuple[_Tracked, int]] = []
+        self._steps: deque[_Step] = deque()
+        self._number = 0
         self._stats = SpanStats()
         self._weigh_at = 0.0
+        self._busy = False
         self._replayer: Replayer | None = None
         if not self._reason:
             self._options = options(vllm_config)
@@ -183,7 +204,25 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats.add("replay_tokens_looked_up", request.num_tokens)
         if plan is None:
             return 0, False
+        if not self._has_room(request):
+            tracked.track.end_plan()
+            if self._busy:  # what runs will give blocks back
+                return None, False
+            return 0, False
         return plan.length - num_computed_tokens, False
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether the request surely gets its blocks.
+
+        In mode "align" vLLM counts one block of a recurrent group for tokens that a connector
+        brings, takes two where they end in another block than the step, and stops the engine when
+        the second is not there (0.32: MambaManager.get_num_blocks_to_allocate and
+        allocate_external_computed_blocks).
+        """
+        groups = self._kv_cache_config.kv_cache_groups
+        need = -(-(request.num_tokens + 1) // self._settings.page) + 2 * (len(groups) - 1)
+        pool = self._kv_cache_manager.block_pool
+        return bool(need <= pool.get_num_free_blocks())
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -226,13 +265,17 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         request.update_block_hashes()
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReplayMetadata:
-        metadata = ReplayMetadata()
         if self._reason:
-            return metadata
+            return ReplayMetadata()
+        self._finish_steps()
+        self._number += 1
+        step = _Step(self._number)
+        self._steps.append(step)
+        metadata = ReplayMetadata(step.number)
         counts = scheduler_output.num_scheduled_tokens
+        self._busy = bool(counts)
         loads, self._loads = self._loads, []
         manager = self._kv_cache_manager
-        self._step = []
         for request_id, count in counts.items():
             tracked = self._tracked.get(request_id)
             if tracked is None:
@@ -243,7 +286,9 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
                 if load.track is track:
                     load.plan.scheduled = count
                     metadata.loads.append(load)
-            self._step.append((tracked, start + count))
+                    step.plans.append(load.plan)
+                    track.plan = None  # the step's now
+            step.ends.append((tracked, start + count))
             work = track.work(
                 self._store, start, count, manager.get_block_ids(request_id), self._group,
                 request.num_prompt_tokens,
@@ -253,23 +298,33 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """The step is over: what it restored may go, what it left behind may be found."""
-        step, self._step = self._step, []
-        for tracked, end in step:
-            tracked.track.end_plan()
-            if tracked.request.request_id in self._tracked:
-                tracked.track.publish(self._store, tracked.request.all_token_ids, end)
+        self._finish_steps()
+
+    def _finish_steps(self) -> None:
+        """What steps that are over restored may go, and what they left behind may be found."""
+        if self._reason:
+            return
+        while self._steps and self._steps[0].number <= self._shared.done:
+            step = self._steps.popleft()
+            for plan in step.plans:
+                plan.release()
+            for tracked, end in step.ends:
+                tracked.done = end
+                if self._tracked.get(tracked.request.request_id) is tracked:
+                    tracked.track.publish(self._store, tracked.request.all_token_ids, end)
 
     def get_kv_connector_stats(self) -> SpanStats | None:
-        if self._reason or self._stats.is_empty():
+        if self._reason:
+            return None
+        if self._replayer is None and (replayer := self._shared.replayer) is not None:
+            timing, replayer.timing = replayer.timing, Timing()
+            self._stats.add("replay_bytes", timing.bytes)
+            self._stats.add("replay_copy_seconds", timing.copy_s)
+            self._stats.add("replay_run_seconds", timing.replay_s)
+            self._stats.add("replay_wait_seconds", timing.wait_s)
+        if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, SpanStats()
-        if (replayer := self._shared.replayer) is not None:
-            timing, replayer.timing = replayer.timing, Timing()
-            stats.add("replay_bytes", timing.bytes)
-            stats.add("replay_copy_seconds", timing.copy_s)
-            stats.add("replay_run_seconds", timing.replay_s)
-            stats.add("replay_wait_seconds", timing.wait_s)
         if time.monotonic() >= self._weigh_at:  # counting all entries takes its time
             self._weigh_at = time.monotonic() + 1.0
             held = self._store.tier.stats()
@@ -285,24 +340,31 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        self._finish_steps()
         tracked = self._tracked.pop(request.request_id, None)
         audit = self._audits.pop(request.request_id, None)
         if tracked is None:
             return False, {KEY: audit.record()} if audit else None
         track = tracked.track
         track.end_plan()
-        done = request.num_computed_tokens
-        work = self._last_work(track, done, block_ids)
+        under_way = any(one is tracked for step in self._steps for one, _ in step.ends)
+        done = min(tracked.done, request.num_computed_tokens)
+        work = self._last_work(track, done, block_ids, under_way)
         if work is not None:
-            # Nothing is running now, and the blocks are the request's until this returns.
+            # The blocks are the request's until this returns.
             assert self._shared.replayer is not None
             self._shared.replayer.keep([work], None)
             track.publish(self._store, request.all_token_ids, done)
         track.stop(self._store)
         return False, {KEY: track.audit.record()}
 
-    def _last_work(self, track: Track, done: int, table: tuple[list[int], ...]) -> Work | None:
-        """The unfinished page and the state at a request's end, if they can still be read."""
+    def _last_work(
+        self, track: Track, done: int, table: tuple[list[int], ...], under_way: bool
+    ) -> Work | None:
+        """The unfinished page and the state at a request's end, if they can still be read.
+
+        under_way: a step goes on from that state, and writes over it, at this moment.
+        """
         size = self._settings.page
         index = (done - 1) // size
         if not track.capturing or not 0 <= index - track.base < len(track.pages):
@@ -310,7 +372,8 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         blocks = table[self._group]
         page = track.pages[index - track.base]
         copies = [(page, blocks[index], done - index * size)] if done % size else []
-        return Work(track, done, 0, [], blocks[index], copies, table)
+        state = None if under_way else table
+        return Work(track, done, 0, [], blocks[index], copies, state, done - track.last_state)
 
     def reset_cache(self) -> bool | None:
         if self._reason:
@@ -360,11 +423,13 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, ReplayMetadata)
-        if self._replayer is None or not metadata.works:
+        if self._replayer is None:
             return
-        slots = get_forward_context().slot_mapping
-        assert isinstance(slots, dict)
-        self._replayer.keep(metadata.works, slots[self._replayer.attention_layer])
+        if metadata.works:
+            slots = get_forward_context().slot_mapping
+            assert isinstance(slots, dict)
+            self._replayer.keep(metadata.works, slots[self._replayer.attention_layer])
+        self._shared.done = metadata.step
 
     def shutdown(self) -> None:
         if self._replayer is not None:

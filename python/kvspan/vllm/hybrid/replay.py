@@ -172,15 +172,16 @@ class Replayer:
                     np.copyto(kept[i], _bytes(self._context[name].kv_cache[block]).reshape(-1))
                 page.saved = saved
             if work.keep_state is not None:
-                self._keep_state(work.track, work.start + work.count, work.keep_state)
+                end = work.start + work.count
+                self._keep_state(work.track, end, work.keep_state, work.saves)
         self._captured.clear()
 
-    def _keep_state(self, track: Track, position: int, table: Table) -> None:
+    def _keep_state(self, track: Track, position: int, table: Table, saves: int) -> None:
         parts = []
         for layer, module in self._linear.items():
             slot = self._slot(layer, table, position)
             parts += [_bytes(part[slot]).reshape(-1).copy() for part in module.kv_cache]
-        track.keep_state(position, parts)
+        track.keep_state(position, parts, saves)
 
     # Restore.
 
@@ -198,17 +199,18 @@ class Replayer:
         finally:
             moved, copy_s = copying.result()
         ended = time.perf_counter()
-        timing = self.timing
+        if begun is not None:
+            self._continue_page(plan, begun)
+        if plan.exact and plan.length - plan.start >= WORTH_KEEPING:
+            saves = plan.length - plan.start
+            self._keep_state(track, plan.length, self._destination(plan), saves)
+        plan.audit.bytes = moved + self._state_bytes(plan)
+        timing = self.timing  # now: the scheduler takes it away to report it
         timing.restores += 1
         timing.copy_s += copy_s
         timing.replay_s += replayed - began
         timing.wait_s += ended - replayed
-        if begun is not None:
-            self._continue_page(plan, begun)
-        if plan.exact and plan.length - plan.start >= WORTH_KEEPING:
-            self._keep_state(track, plan.length, self._destination(plan))
         timing.restore_s += time.perf_counter() - began
-        plan.audit.bytes = moved + self._state_bytes(plan)
         timing.bytes += plan.audit.bytes
 
     def _continue_page(self, plan: Plan, begun: OpenPage) -> None:

@@ -112,12 +112,17 @@ class PageStore:
     """The tree of pages over a host tier, which bounds, evicts and perhaps keeps them on disk.
 
     flops: floating-point operations to compute one token again, for the tier's choice of what goes.
+    recycle: whether the buffer of a page that is closed serves another at once; not where a step
+        may be under way that writes to it.
     """
 
-    def __init__(self, tier: HostTier, geometry: Geometry, flops: float = 1.0) -> None:
+    def __init__(
+        self, tier: HostTier, geometry: Geometry, flops: float = 1.0, recycle: bool = True
+    ) -> None:
         self.tier = tier
         self.geometry = geometry
         self.flops = flops
+        self.recycle = recycle
         self._children: dict[tuple[bytes, int], list[bytes]] = {}
         self._states: dict[bytes, list[bytes]] = {}
         self._added = 0
@@ -192,7 +197,7 @@ class PageStore:
     def close(self, page: OpenPage) -> None:
         """No more will be written to a page; what was stored of it stays."""
         if page.buffer is not None:
-            if len(self._spare) < 64:
+            if self.recycle and len(self._spare) < 64:
                 self._spare.append(page.buffer)
             page.buffer = None
 

@@ -106,7 +106,8 @@ def make_store(
         )  # fmt: skip
         disk = DiskLevel(options.disk, options.disk_bytes, told)
     tier = HostTier(options.host_bytes, page_bytes=page, disk=disk)
-    return PageStore(tier, geometry)
+    recycle = not vllm_config.scheduler_config.async_scheduling
+    return PageStore(tier, geometry, recycle=recycle)
 
 
 def _number(extra: dict[str, Any], name: str, default: float, least: float, where: str) -> Any:
@@ -154,8 +155,6 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         return f"executor {parallel.distributed_executor_backend}; expected one process"
     if vllm_config.speculative_config is not None:
         return "speculative decoding"
-    if vllm_config.scheduler_config.async_scheduling:
-        return "asynchronous scheduling (give --no-async-scheduling)"
     if not model.enforce_eager:
         return "compiled execution (give --enforce-eager)"
     return ""

@@ -118,7 +118,7 @@ class Plan:
             self.state.release()
 
 
-@dataclass
+@dataclass(eq=False)
 class KeptState:
     """A state that the worker has copied: the position, and the bytes of its tensors."""
 
@@ -133,7 +133,8 @@ class Work:
 
     pages: those the positions fall into. first_block: the device block of the first of them.
     copies: (page, device block, positions whose KV is there when the step is over).
-    keep_state: the request's device blocks when the state after the step is to be kept.
+    keep_state: the request's device blocks when the state after the step is to be kept. saves:
+    tokens that it spares replaying.
     """
 
     track: Track
@@ -143,6 +144,7 @@ class Work:
     first_block: int
     copies: list[tuple[OpenPage, int, int]]
     keep_state: tuple[list[int], ...] | None = None
+    saves: int = 1
 
 
 class Track:
@@ -229,8 +231,7 @@ class Track:
         self.approximate = self.approximate or not plan.exact
         self.capturing = plan.exact and not self.approximate
         self.base = plan.length // size
-        self.published = plan.length
-        self.last_state = plan.start if plan.exact else plan.length
+        self.published = self.last_state = plan.length
         self.pages = []
         if self.capturing and plan.length % size:
             self.pages.append(OpenPage())
@@ -261,12 +262,15 @@ class Track:
             if (i + 1) * size <= end or (start < prompt <= end)
         ]
         due = end == prompt or (end < prompt and end - self.last_state >= self.settings.every)
-        return Work(self, start, count, pages, blocks[first], copies, table if due else None)
+        work = Work(self, start, count, pages, blocks[first], copies)
+        if due:
+            work.keep_state, work.saves = table, end - self.last_state
+            self.last_state = end
+        return work
 
-    def keep_state(self, position: int, parts: list[np.ndarray]) -> None:
+    def keep_state(self, position: int, parts: list[np.ndarray], saves: int) -> None:
         """The worker has copied the state at a position."""
-        self.new_states.append(KeptState(position, parts, max(position - self.last_state, 1)))
-        self.last_state = position
+        self.new_states.append(KeptState(position, parts, max(saves, 1)))
 
     def publish(self, store: PageStore, token_ids: Sequence[int], done: int) -> None:
         """Let others find positions up to `done`, which the worker has written."""
@@ -287,11 +291,13 @@ class Track:
             self.published = index * size + known
             if known == size:
                 store.close(page)
-        for state in self.new_states:
+        # Those of a step that is under way already wait for its end.
+        ready = [state for state in self.new_states if state.position <= done]
+        for state in ready:
+            self.new_states.remove(state)
             index = state.position // size
             tokens = np.asarray(token_ids[index * size : state.position], dtype=np.int64)
             store.add_state(self.parent(index), tokens, state.parts, state.saves)
-        self.new_states = []
 
     def parent(self, index: int) -> bytes:
         """The key of the page before page `index`, whose tokens are known."""
