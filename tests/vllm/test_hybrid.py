@@ -7,6 +7,7 @@ rounds bfloat16 differently.
 from __future__ import annotations
 
 import copy
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +23,11 @@ from kvspan.vllm.hybrid.replay import Timing
 from kvspan.vllm.hybrid.tracking import Policy, Track
 from kvspan.vllm.stats import SpanStats
 
-BOUNDARIES = (63, 64, 65, 255, 256, 512, 777, 1531, 1999)
+MORE = int(os.environ.get("KVSPAN_VLLM_BOUNDARIES", "0"))  # so many random boundaries beside these
+BOUNDARIES = (
+    *(63, 64, 65, 255, 256, 512, 777, 1531, 1999),
+    *random.Random(0).sample(range(2, 2000), MORE),
+)
 SUFFIX = 60
 # Mean difference in log-probability: steps of other shapes round to 0.01-0.06, wrong states differ
 # by 0.2 and more.
