@@ -114,15 +114,18 @@ def _whole_prompt(
 def _spans(bench: Bench, ids: np.ndarray) -> None:
     for block_size in (16, 64):
 
-        def extend(tokens: int, block_size: int = block_size) -> Callable[[], object]:
-            starts = np.arange(0, NUM_TOKENS, tokens) if tokens else np.empty(0, np.int64)
+        def extend(
+            tokens: int, block_size: int = block_size, every: int = 1
+        ) -> Callable[[], object]:
+            starts = np.arange(0, NUM_TOKENS, every * tokens) if tokens else np.empty(0, np.int64)
             spans = np.stack([starts, starts + tokens], axis=1)
             return lambda: chain(block_size).extend(ids, spans)
 
         lengths = (512, 4 * block_size, block_size)
         named = {f"spans of {n} tokens": extend(n) for n in lengths}
+        named["every other block a span"] = extend(block_size, every=2)
         bench.compare(
-            f"{NUM_TOKENS} tokens, blocks of {block_size}, all in spans",
+            f"{NUM_TOKENS} tokens, blocks of {block_size}, in spans",
             {"no spans": extend(0), **named},
             baseline="no spans",
             items=NUM_TOKENS,

@@ -147,7 +147,9 @@ Digest BlockChain::digest() const {
   if (state_.waiting.empty()) return state_.outer;
   std::shared_lock<std::shared_mutex> store_lock;
   if (store_) store_lock = store_->hold();
-  return block_hash::Hasher{code_, store_.get()}.hash_absorb(state_.outer, state_.waiting, {}, {});
+  std::vector<std::uint8_t> message;
+  return block_hash::Hasher{code_, store_.get()}.hash_absorb(state_.outer, state_.waiting, {}, {},
+                                                             message);
 }
 
 std::int64_t BlockChain::num_new_blocks(std::int64_t num_tokens) const {

@@ -70,12 +70,13 @@ struct Hasher {
   }
 
   // The digest of an outer block that absorbs spans, by their last keys; no tokens: of a chain that
-  // ends with them.
+  // ends with them. padded: room for the message, kept from call to call.
   Digest hash_absorb(const Digest& parent, std::span<const Digest> old_keys,
-                     std::span<const Digest> new_keys, std::span<const std::uint8_t> tokens) const {
+                     std::span<const Digest> new_keys, std::span<const std::uint8_t> tokens,
+                     std::vector<std::uint8_t>& padded) const {
     const std::uint64_t count = old_keys.size() + new_keys.size();
     const std::size_t size = kTokensOffset + sizeof(count) + count * sizeof(Digest) + tokens.size();
-    std::vector<std::uint8_t> padded(sha256_padded_size(size));
+    padded.resize(sha256_padded_size(size));
     std::uint8_t* out = padded.data();
     const auto put = [&](const void* bytes, std::size_t n) {
       if (n > 0) std::memcpy(out, bytes, n);
@@ -255,19 +256,19 @@ class Runner {
   }
 
   // The first block of text behind spans.
-  void hash_head(Lane& lane, Prompt& prompt) const {
+  void hash_head(Lane& lane, Prompt& prompt) {
     prepare(lane);
     const std::span<const Digest> old_keys =
         prompt.absorbed ? std::span<const Digest>() : prompt.waiting;
-    finish(lane,
-           hasher_.hash_absorb(lane.parent, old_keys, prompt.new_waiting,
-                               {lane.preimage + kTokensOffset, preimage_bytes_ - kTokensOffset}));
+    finish(lane, hasher_.hash_absorb(
+                     lane.parent, old_keys, prompt.new_waiting,
+                     {lane.preimage + kTokensOffset, preimage_bytes_ - kTokensOffset}, absorbing_));
     prompt.absorbed = true;
     prompt.new_waiting.clear();
   }
 
   // Like fill() for text of the outer chain; false if no block is left to hash.
-  bool fill_text(Lane& lane, Prompt& prompt, std::int64_t start, std::int64_t end) const {
+  bool fill_text(Lane& lane, Prompt& prompt, std::int64_t start, std::int64_t end) {
     if (!fill(lane, prompt, start, end, prompt.outer, &prompt.outer)) return false;
     const bool waits = !prompt.new_waiting.empty() || (!prompt.absorbed && !prompt.waiting.empty());
     if (waits) hash_head(lane, prompt);
@@ -365,6 +366,7 @@ class Runner {
   std::size_t preimage_bytes_ = 0;
   std::size_t preimage_padded_bytes_ = 0;
   std::vector<std::uint8_t> preimages_;
+  std::vector<std::uint8_t> absorbing_;  // the message of a block that absorbs spans
   std::array<Lane, 2> lanes_;
 };
 
