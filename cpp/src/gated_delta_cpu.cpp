@@ -38,6 +38,7 @@ GatedDeltaItem make_item(const GatedDeltaArgs& args, const std::vector<float>& a
   const std::int64_t num_value_heads = args.v.shape[1];
   const std::int64_t key_head = first_head / (num_value_heads / args.k.shape[1]);
   GatedDeltaItem item{};
+  item.type = state_type(args.v.dtype);
   item.num_tokens = args.cu_seqlens[sequence + 1] - begin;
   item.key_dim = args.k.shape[2];
   item.value_dim = args.v.shape[2];
@@ -109,7 +110,7 @@ void gated_delta(const GatedDeltaArgs& args) {
     }
   };
   parallel_ranges(num_tokens < kChunk ? 1 : num_threads, num_tokens, fill_alpha);
-  const auto run = select_kernels(args.isa).run[state_type(args.v.dtype)];
+  const auto run = select_kernels(args.isa).run;
   const std::int64_t workspace_size =
       gated_delta_workspace(args.k.shape[2], args.v.shape[2], heads_per_item).size;
   const std::unique_ptr<float, AlignedDelete> workspace(static_cast<float*>(

@@ -7,8 +7,11 @@
 
 namespace kvspan::cpu {
 
+enum StateType { kStateF32, kStateBF16, kStateF16, kNumStateTypes };
+
 // One sequence, one key head and some of its value heads.
 struct GatedDeltaItem {
+  StateType type;  // of q, k, v and out
   std::int64_t num_tokens, key_dim, value_dim;
   std::int64_t num_heads;  // value heads
 
@@ -53,10 +56,8 @@ struct ConvItem {
   bool silu;
 };
 
-enum StateType { kStateF32, kStateBF16, kStateF16, kNumStateTypes };
-
 struct GatedDeltaKernels {
-  void (*run[kNumStateTypes])(const GatedDeltaItem& item);
+  void (*run)(const GatedDeltaItem& item);
   void (*conv[kNumStateTypes])(const ConvItem& item);
 };
 
@@ -71,7 +72,8 @@ inline constexpr std::int64_t kChunk = 64;
 
 // Where things lie in the workspace, in floats.
 struct GatedDeltaWorkspace {
-  std::int64_t k, q, k_transposed, gram, scores, system, weights, decay, updates, state, size;
+  std::int64_t k, q, k_transposed, gram, scores, system, weights, decay, updates, outputs, state,
+      size;
 };
 
 constexpr GatedDeltaWorkspace gated_delta_workspace(std::int64_t key_dim, std::int64_t value_dim,
@@ -88,7 +90,8 @@ constexpr GatedDeltaWorkspace gated_delta_workspace(std::int64_t key_dim, std::i
   at.weights = at.system + kChunk * kChunk;
   at.decay = at.weights + kChunk * kChunk;
   at.updates = at.decay + 4 * kChunk;
-  at.state = at.updates + kChunk * kStrip;
+  at.outputs = at.updates + kChunk * kStrip;
+  at.state = at.outputs + kChunk * kStrip;
   at.size = at.state + num_heads * ((value_dim + kStrip - 1) / kStrip) * key_dim * kStrip;
   return at;
 }

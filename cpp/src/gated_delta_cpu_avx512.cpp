@@ -5,8 +5,7 @@
 namespace kvspan::cpu {
 
 GatedDeltaKernels gated_delta_kernels_avx512() {
-  return {.run = {run_gated_delta<float>, run_gated_delta<BFloat16>, run_gated_delta<Float16>},
-          .conv = {run_conv<float>, run_conv<BFloat16>, run_conv<Float16>}};
+  return {.run = run_gated_delta, .conv = {run_conv<float>, run_conv<BFloat16>, run_conv<Float16>}};
 }
 
 }  // namespace kvspan::cpu

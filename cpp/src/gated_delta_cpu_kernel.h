@@ -42,6 +42,7 @@ struct ChunkHead {
   const float* prefix;   // [kChunk], P_i
   const float* to_end;   // [kChunk], D_last,i
   float* updates;        // [kChunk, kStrip]
+  float* outputs;        // [kChunk, kStrip]
 };
 
 // Fills system, weights, beta, prefix and to_end, of which decay holds the last three.
@@ -86,7 +87,8 @@ inline ChunkHead prepare_head(const GatedDeltaItem& item, int64_t head, int64_t 
           .beta = beta,
           .prefix = prefix,
           .to_end = decay,
-          .updates = base + at.updates};
+          .updates = base + at.updates,
+          .outputs = base + at.outputs};
 }
 
 // Columns of values become columns of updates, block of rows by block of rows.
@@ -114,10 +116,9 @@ inline void solve(const ChunkHead& head, int64_t key_dim, const float* state, in
   }
 }
 
-// num_columns columns of outputs, from those of updates.
-template <typename T, int kVectors>
-inline void write_outputs(const ChunkHead& head, int64_t key_dim, const float* state,
-                          int64_t column, int64_t num_columns, T* out, int64_t out_stride) {
+// Columns of outputs, from those of updates.
+template <int kVectors>
+inline void read_state(const ChunkHead& head, int64_t key_dim, const float* state, int64_t column) {
   for (int64_t i = 0; i < head.padded_count; i += kBlockRows) {
     Block<kBlockRows, kVectors> o{}, x;
     multiply<kBlockRows, kVectors>(o, head.q + i * key_dim, key_dim, 1, state + column, kStrip,
@@ -132,11 +133,9 @@ inline void write_outputs(const ChunkHead& head, int64_t key_dim, const float* s
     const float* weights = head.weights + i * kChunk;
     multiply<kBlockRows, kVectors>(o, weights, kChunk, 1, head.updates + column, kStrip, i);
     multiply_corner<true, kVectors>(o, weights + i, kChunk, x);
-    for (int64_t r = 0; r < kBlockRows && i + r < head.count; ++r) {
-      T* row = out + (i + r) * out_stride + column;
-      for (int v = 0; v < kVectors; ++v) {
-        store_up_to(row + v * kWidth, o[r][v], num_columns - column - v * kWidth);
-      }
+    float* rows = head.outputs + i * kStrip + column;
+    for (int r = 0; r < kBlockRows; ++r) {
+      for (int v = 0; v < kVectors; ++v) store_bits(rows + r * kStrip + v * kWidth, o[r][v]);
     }
   }
 }
@@ -172,7 +171,6 @@ inline void update_state(const ChunkHead& head, int64_t key_dim, float* state, i
   for (; row < key_dim; ++row) update_rows<1, kVectors>(head, key_dim, state, column, row);
 }
 
-template <typename T>
 inline void run_chunk_head(const GatedDeltaItem& item, const GatedDeltaWorkspace& at, int64_t head,
                            int64_t begin, int64_t count, float* state) {
   const ChunkHead chunk = prepare_head(item, head, begin, count, at);
@@ -180,26 +178,25 @@ inline void run_chunk_head(const GatedDeltaItem& item, const GatedDeltaWorkspace
     const int64_t left = item.value_dim - first;
     const int64_t num_columns = left < kStrip ? left : kStrip;
     const int64_t padded = round_up(num_columns, kWidth);
-    const T* values = static_cast<const T*>(item.v) + begin * item.v_token_stride +
-                      head * item.v_head_stride + first;
     for (int64_t i = 0; i < chunk.padded_count; ++i) {
       float* row = chunk.updates + i * kStrip;
       if (i >= count || num_columns < padded) {
         memset(row, 0, static_cast<size_t>(padded) * sizeof(float));
       }
-      if (i < count) load_row(values + i * item.v_token_stride, num_columns, row);
+      if (i >= count) continue;
+      load_elements(item.type, item.v,
+                    (begin + i) * item.v_token_stride + head * item.v_head_stride + first,
+                    num_columns, row);
     }
-    T* out = item.q ? static_cast<T*>(item.out) + begin * item.out_token_stride +
-                          head * item.out_head_stride + first
-                    : nullptr;
     for_column_blocks(padded / kWidth, [&]<int kVectors>(int64_t column) {
       solve<kVectors>(chunk, item.key_dim, state, column);
-      if (out) {
-        write_outputs<T, kVectors>(chunk, item.key_dim, state, column, num_columns, out,
-                                   item.out_token_stride);
-      }
+      if (chunk.q) read_state<kVectors>(chunk, item.key_dim, state, column);
       update_state<kVectors>(chunk, item.key_dim, state, column);
     });
+    for (int64_t i = 0; chunk.q && i < count; ++i) {
+      store_elements(item.type, chunk.outputs + i * kStrip, num_columns, item.out,
+                     (begin + i) * item.out_token_stride + head * item.out_head_stride + first);
+    }
   }
 }
 
@@ -244,7 +241,6 @@ inline void store_state(const GatedDeltaItem& item, int64_t head, const float* s
   }
 }
 
-template <typename T>
 void run_gated_delta(const GatedDeltaItem& item) {
   const GatedDeltaWorkspace at =
       gated_delta_workspace(item.key_dim, item.value_dim, item.num_heads);
@@ -252,13 +248,15 @@ void run_gated_delta(const GatedDeltaItem& item) {
   const int64_t state_size = (at.size - at.state) / item.num_heads;
   if (item.num_tokens == 1 && !item.is_value_key && item.value_dim % kWidth == 0) {
     // Decoding: no copy of the state.
-    load_step_keys<T>(item, at, 0);
+    load_step_keys(item, at, 0);
     for (int64_t head = 0; head < item.num_heads; ++head) {
-      step_columns<T>(
-          item, at, head, 0, 0, item.value_dim,
-          item.initial_state ? item.initial_state + head * item.initial_head_stride : nullptr,
-          item.initial_row_stride, item.final_state + head * item.final_head_stride,
-          item.final_row_stride);
+      const float* initial =
+          item.initial_state ? item.initial_state + head * item.initial_head_stride : nullptr;
+      float* written = item.final_state + head * item.final_head_stride;
+      for (int64_t first = 0; first < item.value_dim; first += kStrip) {
+        step_strip(item, at, head, 0, first, initial ? initial + first : nullptr,
+                   item.initial_row_stride, written + first, item.final_row_stride);
+      }
     }
     return;
   }
@@ -271,20 +269,19 @@ void run_gated_delta(const GatedDeltaItem& item) {
     const int64_t left = item.num_tokens - begin;
     const int64_t count = left < kChunk ? left : kChunk;
     if (count == 1) {
-      load_step_keys<T>(item, at, begin);
+      load_step_keys(item, at, begin);
       for (int64_t head = 0; head < item.num_heads; ++head) {
         float* strip = states + head * state_size;
         for (int64_t first = 0; first < item.value_dim;
              first += kStrip, strip += item.key_dim * kStrip) {
-          const int64_t columns = item.value_dim - first < kStrip ? item.value_dim - first : kStrip;
-          step_columns<T>(item, at, head, begin, first, columns, strip, kStrip, strip, kStrip);
+          step_strip(item, at, head, begin, first, strip, kStrip, strip, kStrip);
         }
       }
       continue;
     }
     const int64_t padded_count = round_up(count, kBlockRows);
     float* k_transposed = item.workspace + at.k_transposed;
-    load_keys<T>(item, item.k, item.k_token_stride, begin, count, padded_count, 1.0f, k);
+    load_keys(item, item.k, item.k_token_stride, begin, count, padded_count, 1.0f, k);
     transpose(k, item.key_dim, k_transposed, kChunk, padded_count, item.key_dim);
     for (int64_t d = 0; padded_count < kChunk && d < item.key_dim; ++d) {
       memset(k_transposed + d * kChunk + padded_count, 0,
@@ -292,11 +289,11 @@ void run_gated_delta(const GatedDeltaItem& item) {
     }
     multiply_keys(k, k_transposed, item.key_dim, padded_count, item.workspace + at.gram);
     if (item.q) {
-      load_keys<T>(item, item.q, item.q_token_stride, begin, count, padded_count, item.scale, q);
+      load_keys(item, item.q, item.q_token_stride, begin, count, padded_count, item.scale, q);
       multiply_keys(q, k_transposed, item.key_dim, padded_count, item.workspace + at.scores);
     }
     for (int64_t head = 0; head < item.num_heads; ++head) {
-      run_chunk_head<T>(item, at, head, begin, count, states + head * state_size);
+      run_chunk_head(item, at, head, begin, count, states + head * state_size);
     }
   }
   for (int64_t head = 0; head < item.num_heads; ++head) {

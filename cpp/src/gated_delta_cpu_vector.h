@@ -63,9 +63,16 @@ inline void store_up_to(T* p, F32 v, int64_t count) {
   }
 }
 
-// count elements to floats.
+// count elements to floats, and back.
 template <typename T>
 inline void load_row(const T* src, int64_t count, float* dst) {
+  for (int64_t i = 0; i < count; i += kWidth) {
+    store_up_to(dst + i, load_up_to(src + i, count - i), count - i);
+  }
+}
+
+template <typename T>
+inline void store_row(const float* src, int64_t count, T* dst) {
   for (int64_t i = 0; i < count; i += kWidth) {
     store_up_to(dst + i, load_up_to(src + i, count - i), count - i);
   }
