@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +21,10 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from kvspan.errors import UsageError
 from kvspan.ops import digest_fields
 from kvspan.vllm.hybrid.replay import Replayer, Timing
-from kvspan.vllm.hybrid.store import OpenPage, PageStore, root_key
+from kvspan.vllm.hybrid.steps import Load, ReplayMetadata, Shared, Step, Tracked
+from kvspan.vllm.hybrid.store import root_key
 from kvspan.vllm.hybrid.support import make_store, options, refusal
-from kvspan.vllm.hybrid.tracking import Plan, ReplayAudit, Settings, Track, Work, parse_policy
+from kvspan.vllm.hybrid.tracking import ReplayAudit, Settings, Track, Work, parse_policy
 from kvspan.vllm.params import KEY
 from kvspan.vllm.stats import SpanStats
 
@@ -41,56 +41,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvspan")
 
 
-@dataclass
-class _Shared:
-    """Scheduler and worker are in one process, which `support.refusal` sees to.
-
-    They take turns, or the worker is a step behind in a thread of its own: done is the last step
-    that it has finished.
-    """
-
-    store: PageStore
-    replayer: Replayer | None = None
-    done: int = 0
-
-
-_SHARED: dict[str, _Shared] = {}
-
-
-@dataclass
-class _Load:
-    plan: Plan
-    track: Track
-    begun: OpenPage | None
-
-
-@dataclass
-class ReplayMetadata(KVConnectorMetadata):
-    """One step: restores, and what the step's requests leave behind."""
-
-    step: int = 0
-    loads: list[_Load] = field(default_factory=list)
-    works: list[Work] = field(default_factory=list)
-
-
-@dataclass
-class _Tracked:
-    """A request of vLLM's. done: its positions that have been computed for certain."""
-
-    request: Request
-    track: Track
-    ordinary_hasher: Any
-    poisoned: bool = False
-    done: int = 0
-
-
-@dataclass
-class _Step:
-    """A step that was sent to the worker: where it brings which requests, and its restores."""
-
-    number: int
-    ends: list[tuple[_Tracked, int]] = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)
+_SHARED: dict[str, Shared] = {}  # by engine
 
 
 class HybridConnector(KVConnectorBase_V1, SupportsHMA):
@@ -101,10 +52,10 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._reason = refusal(vllm_config, kv_cache_config)
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._audits: dict[str, ReplayAudit] = {}
-        self._loads: list[_Load] = []
-        self._steps: deque[_Step] = deque()
+        self._loads: list[Load] = []
+        self._steps: deque[Step] = deque()
         self._number = 0
         self._stats = SpanStats()
         self._weigh_at = 0.0
@@ -120,7 +71,7 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
             self._engine = str(vllm_config.kv_transfer_config.engine_id)
             if self._engine not in _SHARED:
                 store = make_store(vllm_config, kv_cache_config, self._options)
-                _SHARED[self._engine] = _Shared(store)
+                _SHARED[self._engine] = Shared(store)
             self._shared = _SHARED[self._engine]
             self._store = self._shared.store
             self._settings = Settings(
@@ -187,7 +138,7 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
             self._settings.page,
         )
         track = Track(self._settings, root, policy or self._settings.policy)
-        self._tracked[request.request_id] = _Tracked(request, track, request._block_hasher)
+        self._tracked[request.request_id] = Tracked(request, track, request._block_hasher)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -239,11 +190,11 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats.add("replay_tokens_replayed", plan.length - plan.start)
         self._stats.add("replay_approximate_requests", not plan.exact)
         plan.table = tuple(list(ids) for ids in blocks.get_block_ids())
-        self._loads.append(_Load(plan, track, begun))
+        self._loads.append(Load(plan, track, begun))
         if not plan.exact:
             self._keep_apart(tracked, plan.length)
 
-    def _keep_apart(self, tracked: _Tracked, length: int) -> None:
+    def _keep_apart(self, tracked: Tracked, length: int) -> None:
         """Blocks computed after an approximate state get keys that no other request looks up."""
         request, ordinary = tracked.request, tracked.ordinary_hasher
         if ordinary is None or tracked.poisoned:
@@ -269,7 +220,7 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
             return ReplayMetadata()
         self._finish_steps()
         self._number += 1
-        step = _Step(self._number)
+        step = Step(self._number)
         self._steps.append(step)
         metadata = ReplayMetadata(step.number)
         counts = scheduler_output.num_scheduled_tokens

@@ -6,9 +6,8 @@ they rebuild has the bits of an ordinary prefill of the same tokens.
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
-from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvspan.hybrid.groups import LINEAR, Group, layer_map
+from kvspan.vllm.hybrid.layers import (
+    find_decoder,
+    load,
+    mixed_qkv,
+    one_sequence,
+    to_bytes,
+    to_tensor,
+)
 from kvspan.vllm.hybrid.store import OpenPage, PageStore, page_of
 from kvspan.vllm.hybrid.tracking import Plan, Track, Work
 
@@ -33,26 +38,6 @@ if TYPE_CHECKING:
 Table = tuple[list[int], ...]
 WORTH_KEEPING = 64  # tokens: the state after a shorter replay is not kept
 NULL_BLOCK = 0  # vLLM's stand-in for blocks that a request does not need
-
-
-def find_decoder(context: Mapping[str, Any]) -> Any:
-    """The module whose blocks hold these attention layers; it has embed_tokens and layers.
-
-    vLLM gives a connector the attention layers (context, by name), not the blocks around them, so
-    the decoder is looked for among all modules alive. Raises RuntimeError where there is none.
-    """
-    known = {id(module) for module in context.values()}
-    for candidate in gc.get_objects():
-        # By type: isinstance would ask proxies, which may import things to answer.
-        if not issubclass(type(candidate), torch.nn.Module):
-            continue
-        parts = candidate.__dict__.get("_modules", {})
-        layers = parts.get("layers")
-        if layers is None or "embed_tokens" not in parts:
-            continue
-        if any(id(getattr(layer, "linear_attn", None)) in known for layer in layers):
-            return candidate
-    raise RuntimeError("kvspan: no decoder with linear_attn layers among vLLM's modules")
 
 
 @dataclass
@@ -163,13 +148,13 @@ class Replayer:
                     if page.filled == offset:
                         kept = geometry.hidden(self.store.open(page))[:, offset : offset + n]
                         part = streams[:, first + done : first + done + n]
-                        np.copyto(kept, _bytes(part))
+                        np.copyto(kept, to_bytes(part))
                         page.filled = offset + n
                     done += n
             for page, block, saved in work.copies:
                 kept = geometry.kv(self.store.open(page))
                 for i, name in enumerate(self._attention_layers):
-                    np.copyto(kept[i], _bytes(self._context[name].kv_cache[block]).reshape(-1))
+                    np.copyto(kept[i], to_bytes(self._context[name].kv_cache[block]).reshape(-1))
                 page.saved = saved
             if work.keep_state is not None:
                 end = work.start + work.count
@@ -180,7 +165,7 @@ class Replayer:
         parts = []
         for layer, module in self._linear.items():
             slot = self._slot(layer, table, position)
-            parts += [_bytes(part[slot]).reshape(-1).copy() for part in module.kv_cache]
+            parts += [to_bytes(part[slot]).reshape(-1).copy() for part in module.kv_cache]
         track.keep_state(position, parts, saves)
 
     # Restore.
@@ -245,7 +230,7 @@ class Replayer:
         for index in range(plan.local // geometry.size, len(plan.pages)):
             kv = geometry.kv(page_of(plan.pages[index]))
             for i, name in enumerate(self._attention_layers):
-                _load(kv[i], self._context[name].kv_cache[blocks[index]])
+                load(kv[i], self._context[name].kv_cache[blocks[index]])
             moved += kv.nbytes
         if self.copy_delay:
             time.sleep(self.copy_delay)
@@ -269,7 +254,7 @@ class Replayer:
             hidden = geometry.hidden(page_of(plan.pages[index]))[stream]
             base = index * size
             parts.append(hidden[max(start - base, 0) : min(end - base, size)])
-        return _tensor(np.concatenate(parts), self.config.model_config.dtype).to(device)
+        return to_tensor(np.concatenate(parts), self.config.model_config.dtype).to(device)
 
     def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if rows.shape[-1] == self.hidden_size:
@@ -306,7 +291,7 @@ class Replayer:
             for part in module.kv_cache:
                 one = part[0]
                 size = one.numel() * one.element_size()
-                tensors[layer].append(_tensor(held[at : at + size], one.dtype).view(one.shape))
+                tensors[layer].append(to_tensor(held[at : at + size], one.dtype).view(one.shape))
                 at += size
         return tensors
 
@@ -335,7 +320,7 @@ class Replayer:
         width = module.conv_kernel_size - 1
         first = max(plan.start - width, 0)
         x = self._normed(group.layers[0], self._rows(plan, group, first, plan.start))
-        mixed = _mixed_qkv(module, x)
+        mixed = mixed_qkv(module, x)
         conv = module.kv_cache[0][slot]
         target = conv if conv.shape[-1] == mixed.shape[-1] else conv.transpose(-1, -2)
         target[width - mixed.shape[0] :].copy_(mixed)
@@ -346,7 +331,9 @@ class Replayer:
         positions = torch.arange(plan.start, plan.length, device=hidden.device)
         for layer in group.layers:
             block, module = self._model.layers[layer], self._linear[layer]
-            metadata = _metadata(len(hidden), self._slot(layer, table, plan.length), hidden.device)
+            metadata = one_sequence(
+                len(hidden), self._slot(layer, table, plan.length), hidden.device
+            )
             with set_forward_context(
                 {module.prefix: metadata}, self.config, num_tokens=len(hidden)
             ):
@@ -361,68 +348,3 @@ class Replayer:
 
     def close(self) -> None:
         self._copier.shutdown()
-
-
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's bytes, on the host; the last axis is that of the bytes."""
-    held: np.ndarray = tensor.contiguous().cpu().view(torch.uint8).numpy()
-    return held
-
-
-def _tensor(held: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """The opposite of `_bytes`; a copy where the bytes may not be written."""
-    if not held.flags.writeable:
-        held = held.copy()
-    return torch.from_numpy(held).view(dtype)
-
-
-def _load(held: np.ndarray, into: torch.Tensor) -> None:
-    """Write bytes into a tensor."""
-    if into.device.type == "cpu" and into.is_contiguous():
-        np.copyto(into.view(-1).view(torch.uint8).numpy(), held)
-    else:
-        into.copy_(_tensor(held, into.dtype).view(into.shape))
-
-
-def _mixed_qkv(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """[n, channels]: what a layer's convolution gets for the normed rows x."""
-    qkvz, _ = module.in_proj_qkvz(x)
-    if module.gqa_interleaved_layout:
-        ba, _ = module.in_proj_ba(x)
-        q, k, v, *_ = module.fix_query_key_value_ordering(qkvz, ba)
-        return torch.cat([t.reshape(len(x), -1) for t in (q, k, v)], -1)
-    return qkvz[:, : module.conv_dim // module.tp_size]
-
-
-def _metadata(n: int, slot: int, device: torch.device) -> GDNAttentionMetadata:
-    """For one sequence of n tokens that continues the state in `slot`."""
-    starts_cpu = torch.tensor([0, n], dtype=torch.int32)
-    starts = starts_cpu.to(device)
-    slots = torch.tensor([slot], dtype=torch.int32, device=device)
-    common: dict[str, Any] = {
-        "num_spec_decodes": 0,
-        "num_spec_decode_tokens": 0,
-        "num_actual_tokens": n,
-        "non_spec_query_start_loc": starts,
-        "non_spec_state_indices_tensor": slots,
-    }
-    if n == 1:  # the chunked kernels want more; one token is what decoding does
-        return GDNAttentionMetadata(
-            num_prefills=0, num_prefill_tokens=0, num_decodes=1, num_decode_tokens=1, **common
-        )
-    has_state = torch.ones(1, dtype=torch.bool, device=device)
-    nums, batch, offsets = compute_causal_conv1d_metadata(starts_cpu, device=device)
-    return GDNAttentionMetadata(
-        num_prefills=1,
-        num_prefill_tokens=n,
-        num_decodes=0,
-        num_decode_tokens=0,
-        has_initial_state=has_state,
-        prefill_query_start_loc=starts,
-        prefill_state_indices=slots,
-        prefill_has_initial_state=has_state,
-        nums_dict=nums,
-        batch_ptr=batch,
-        token_chunk_offset_ptr=offsets,
-        **common,
-    )

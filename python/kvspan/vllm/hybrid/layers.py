@@ -1,0 +1,97 @@
+"""vLLM's modules as Tail-Replay uses them: finding the decoder, and running one layer by itself."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
+
+
+def find_decoder(context: Mapping[str, Any]) -> Any:
+    """The module whose blocks hold these attention layers; it has embed_tokens and layers.
+
+    vLLM gives a connector the attention layers (context, by name), not the blocks around them, so
+    the decoder is looked for among all modules alive. Raises RuntimeError where there is none.
+    """
+    known = {id(module) for module in context.values()}
+    for candidate in gc.get_objects():
+        # By type: isinstance would ask proxies, which may import things to answer.
+        if not issubclass(type(candidate), torch.nn.Module):
+            continue
+        parts = candidate.__dict__.get("_modules", {})
+        layers = parts.get("layers")
+        if layers is None or "embed_tokens" not in parts:
+            continue
+        if any(id(getattr(layer, "linear_attn", None)) in known for layer in layers):
+            return candidate
+    raise RuntimeError("kvspan: no decoder with linear_attn layers among vLLM's modules")
+
+
+def to_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's bytes, on the host; the last axis is that of the bytes."""
+    held: np.ndarray = tensor.contiguous().cpu().view(torch.uint8).numpy()
+    return held
+
+
+def to_tensor(held: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """The opposite of `to_bytes`; a copy where the bytes may not be written."""
+    if not held.flags.writeable:
+        held = held.copy()
+    return torch.from_numpy(held).view(dtype)
+
+
+def load(held: np.ndarray, into: torch.Tensor) -> None:
+    """Write bytes into a tensor."""
+    if into.device.type == "cpu" and into.is_contiguous():
+        np.copyto(into.view(-1).view(torch.uint8).numpy(), held)
+    else:
+        into.copy_(to_tensor(held, into.dtype).view(into.shape))
+
+
+def mixed_qkv(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """[n, channels]: what a layer's convolution gets for the normed rows x."""
+    qkvz, _ = module.in_proj_qkvz(x)
+    if module.gqa_interleaved_layout:
+        ba, _ = module.in_proj_ba(x)
+        q, k, v, *_ = module.fix_query_key_value_ordering(qkvz, ba)
+        return torch.cat([t.reshape(len(x), -1) for t in (q, k, v)], -1)
+    return qkvz[:, : module.conv_dim // module.tp_size]
+
+
+def one_sequence(n: int, slot: int, device: torch.device) -> GDNAttentionMetadata:
+    """For one sequence of n tokens that continues the state in `slot`."""
+    starts_cpu = torch.tensor([0, n], dtype=torch.int32)
+    starts = starts_cpu.to(device)
+    slots = torch.tensor([slot], dtype=torch.int32, device=device)
+    common: dict[str, Any] = {
+        "num_spec_decodes": 0,
+        "num_spec_decode_tokens": 0,
+        "num_actual_tokens": n,
+        "non_spec_query_start_loc": starts,
+        "non_spec_state_indices_tensor": slots,
+    }
+    if n == 1:  # the chunked kernels want more; one token is what decoding does
+        return GDNAttentionMetadata(
+            num_prefills=0, num_prefill_tokens=0, num_decodes=1, num_decode_tokens=1, **common
+        )
+    has_state = torch.ones(1, dtype=torch.bool, device=device)
+    nums, batch, offsets = compute_causal_conv1d_metadata(starts_cpu, device=device)
+    return GDNAttentionMetadata(
+        num_prefills=1,
+        num_prefill_tokens=n,
+        num_decodes=0,
+        num_decode_tokens=0,
+        has_initial_state=has_state,
+        prefill_query_start_loc=starts,
+        prefill_state_indices=slots,
+        prefill_has_initial_state=has_state,
+        nums_dict=nums,
+        batch_ptr=batch,
+        token_chunk_offset_ptr=offsets,
+        **common,
+    )
