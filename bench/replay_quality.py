@@ -3,7 +3,7 @@
 The embedded engine reads contexts that go on differently after token m, restores the recurrent
 states at m by each policy, and the tokens after m are read with them: held-out text (error of the
 states, KL to the full prefill, top-1 agreement) and recall (exact match of answers). In `recall`
-what the answer needs of the state was said up to 40 tokens before m, in `far` at a quarter of the
+what the answer needs of the state was said up to 32 tokens before m, in `far` at a quarter of the
 context before it.
 
     python bench/replay_quality.py [--lengths 500 1000 2000 4000] [--json] [--plot FILE.png]
@@ -42,8 +42,9 @@ import tiny_hybrid_task as task  # noqa: E402  found by the path above
 
 MODEL = ROOT / "tests/fixtures/tiny_hybrid"
 POLICIES = ("zero", "ratio:0.05", "ratio:0.10", "ratio:0.25", "bounded:1e-3", "exact")
-NEAREST, NEAR = 1, 40
-QUESTIONS = 12
+NEAREST, NEAR = 1, 32
+QUESTIONS = 8
+KEYS = 24  # records in a context, 72 values
 SUFFIX = 64
 CHECKPOINT_INTERVAL = 1024
 BLOCK = 16
@@ -169,11 +170,10 @@ def recall_batch(
 ) -> tuple[Tensor, list[int]]:
     """Contexts [size, length + 3 * QUESTIONS] to be resumed at ``length``, and the places of the
     answers (the same in all)."""
-    keys = 48 if length >= 1000 else 24
     rows = []
     for _ in range(size):
         distance = length // 4 if far else rng.randint(NEAREST, NEAR)
-        context = task.resumed_context(source, keys, length, distance, QUESTIONS, rng)
+        context = task.resumed_context(source, KEYS, length, distance, QUESTIONS, rng)
         rows.append(context.tokens)
     return torch.tensor(rows), context.answers
 

@@ -119,6 +119,14 @@ class Writer:
         context.answers = [context.answers[i] for i in kept]
         context.since = [context.since[i] for i in kept]
 
+    def end_with_an_answer(self) -> None:
+        """Put text at the start in place of what follows the last answer, as modes are named after
+        answers."""
+        tokens = self.context.tokens
+        length, end = len(tokens), self.context.answers[-1] + 1
+        start = self._rng.randrange(len(self._source) - length)
+        tokens[:] = [*self._source[start : start + length - end], *tokens[:end]]
+
 
 def training_context(
     source: bytes, keys: int, length: int, rng: random.Random, calm: bool = False
@@ -138,6 +146,7 @@ def resumed_context(
     writer = Writer(source, keys, rng)
     writer.records(int((prefix - distance) * 0.8))
     writer.question_blocks(prefix - distance)
+    writer.end_with_an_answer()
     writer.name_mode()
     writer.text(distance - 1)
     writer.context.answers, writer.context.since = [], []
