@@ -72,7 +72,8 @@ def inspect_model(
     ids = tokenizer(text or _sample(), add_special_tokens=False).input_ids[:SAMPLE_TOKENS]
     if not ids:
         raise UsageError("--text: expected at least one token, found none")
-    return with_half_lives(found, model, ids)
+    with loading.quiet():  # transformers says of its linear attention that it is slow
+        return with_half_lives(found, model, ids)
 
 
 def _read(path: str | None) -> str | None:

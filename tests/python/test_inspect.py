@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from transformers import (
 from kvspan import cli
 from kvspan.hybrid.inspect import HeadMemory, Inspection, _recommend, inspect_config
 
+TRAINED = Path(__file__).resolve().parents[1] / "fixtures/tiny_hybrid"
 QWEN35_4B: dict[str, Any] = {
     "hidden_size": 2560,
     "num_hidden_layers": 32,
@@ -212,6 +215,19 @@ def test_half_lives(
     assert [head[:2] for head in heads] == [head[:2] for head in wanted]
     assert [head[2] for head in heads] == pytest.approx([head[2] for head in wanted], rel=1e-4)
     assert inspect_json(capsys, str(tmp_path), "--no-weights")["half_lives"] == []
+
+
+def test_the_trained_hybrid() -> None:
+    """In a process of its own: nothing but the report is printed."""
+    command = [sys.executable, "-m", "kvspan", "inspect", str(TRAINED)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[3] == "hidden      256 B as sum, 512 B as pair, 132 B as int8 a token, 1 stream"
+    assert lines[5] == "groups      embedding > 0-2; 3 > 4-6"
+    assert lines[6] == "half-lives  in tokens, over 2048 tokens of text"
+    assert [line.split()[:2] for line in lines[7:13]] == [["layer", i] for i in "012456"]
+    assert lines[13].startswith("policy      bounded:0.001 (")
 
 
 @pytest.mark.parametrize(
