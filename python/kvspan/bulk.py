@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -108,7 +109,7 @@ async def arun_bulk(
         settings["retriever"] = key
     path, out = Path(source), Path(output)
     total, digest = await asyncio.to_thread(_survey, path, settings)
-    journal = _Journal(out, digest, overwrite)
+    journal = _Journal(out, digest, overwrite, source=path)
     opened = SharedEngines(open)
     tally = _Tally(resumed=journal.done_before)
     try:
@@ -308,42 +309,69 @@ class _Journal:
     lines of those in the journal, by index.
     """
 
-    def __init__(self, out: Path, digest: str, overwrite: bool) -> None:
+    def __init__(self, out: Path, digest: str, overwrite: bool, source: Path) -> None:
         self.out = out
         self.path = out.with_name(out.name + ".journal")
         self.digest = digest
         self.kept: dict[int, str] = {}
         self.written = 0
-        if overwrite:
-            for path in (self.path, out):
-                path.unlink(missing_ok=True)
-        if self.path.exists():
-            self._resume()
-        elif out.exists():
+        for path in (out, self.path):
+            if not path.exists():
+                continue
+            if not path.is_file():  # /dev/null, say: replacing it would delete it
+                raise UsageError("cannot write the output: not a regular file", source=str(path))
+            if source.samefile(path):
+                raise UsageError(
+                    "the output would replace the queries",
+                    source=str(path),
+                    expected="an output other than the input",
+                    found="the same file",
+                )
+        started = self.path.exists()
+        if out.exists() and not (started or overwrite):
             raise UsageError(
                 "the output is there already (--overwrite replaces it)", source=str(out)
             )
-        self.done_before = self.written + len(self.kept)
+        if started and not overwrite:
+            self._check_run()
         try:
-            self._restart()
             self.output = out.open("ab")
+            self._lock()
+            if overwrite:
+                self.path.unlink(missing_ok=True)
+                self.output.truncate(0)
+            elif started:
+                self._resume()
+            self.done_before = self.written + len(self.kept)
+            self._restart()
         except OSError as error:
             reason = error.strerror or str(error)
             raise UsageError(f"cannot write the output: {reason}", source=str(out)) from None
 
-    def _resume(self) -> None:
-        head, *lines = _whole_lines(self.path) or [b"{}"]
+    def _lock(self) -> None:
+        """Held until the file is closed or the process ends, however it ends."""
+        try:
+            fcntl.flock(self.output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.output.close()
+            raise UsageError("another run is writing the output", source=str(self.out)) from None
+        except OSError:  # a file system without locks
+            pass
+
+    def _check_run(self) -> None:
+        head = (_whole_lines(self.path) or [b"{}"])[0]
         if json.loads(head).get("run") != self.digest:
             raise UsageError(
                 "a journal of another run is there: other queries or other options (--overwrite "
                 "starts anew)",
                 source=str(self.path),
             )
-        if self.out.exists():
-            whole = _whole_lines(self.out)
-            self.written = len(whole)
-            os.truncate(self.out, sum(len(line) + 1 for line in whole))
-        for line in lines:
+
+    def _resume(self) -> None:
+        whole = _whole_lines(self.out)
+        self.written = len(whole)
+        os.truncate(self.out, sum(len(line) + 1 for line in whole))
+        for line in _whole_lines(self.path)[1:]:
             index = json.loads(line)["index"]
             # Results that reached the output just before the end are in both files.
             if index >= self.written:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -190,6 +191,47 @@ def test_what_is_not_of_this_run_is_left_alone(tmp_path) -> None:
         run_bulk(tmp_path / "missing", tmp_path / "o", engine=FakeEngine())
     with pytest.raises(UsageError, match="cannot write the output"):
         run_bulk(source, tmp_path / "no" / "o", engine=FakeEngine())
+
+
+def test_overwrite_replaces_nothing_but_results(tmp_path) -> None:
+    source = write_queries(tmp_path / "in.jsonl", 4)
+    queries = source.read_text()
+    (tmp_path / "link.jsonl").symlink_to(source)
+    for out in (source, tmp_path / "link.jsonl"):
+        with pytest.raises(UsageError, match="would replace the queries"):
+            run_bulk(source, out, engine=FakeEngine(), overwrite=True)
+    journal = source.rename(tmp_path / "out.jsonl.journal")
+    with pytest.raises(UsageError, match="would replace the queries"):
+        run_bulk(journal, tmp_path / "out.jsonl", engine=FakeEngine(), overwrite=True)
+    assert journal.read_text() == queries
+    os.mkfifo(tmp_path / "pipe")
+    for out in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(UsageError, match="not a regular file"):
+            run_bulk(journal, out, engine=FakeEngine(), overwrite=True)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_second_run_keeps_away_from_an_output_that_is_being_written(tmp_path, overwrite) -> None:
+    source, out = write_queries(tmp_path / "in.jsonl", 4), tmp_path / "out.jsonl"
+    refused: list[str] = []
+
+    def again(done: int, total: int) -> None:
+        if done == 2:
+            with pytest.raises(UsageError, match="another run is writing the output") as error:
+                run_bulk(source, out, engine=FakeEngine(), overwrite=overwrite)
+            refused.append(str(error.value))
+
+    # Progress is reported on the run's own event loop; the second run needs one of its own.
+    with ThreadPoolExecutor(1) as pool:
+        run_bulk(
+            source,
+            out,
+            engine=FakeEngine(),
+            on_progress=lambda done, total: pool.submit(again, done, total).result(),
+        )
+    assert len(refused) == 1
+    assert [record["index"] for record in read(out)] == [0, 1, 2, 3]
 
 
 def test_no_more_than_a_window_is_in_memory(tmp_path, monkeypatch) -> None:
