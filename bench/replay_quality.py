@@ -293,7 +293,7 @@ def main() -> int:
         plot(results, args.plot)
     if args.json:
         out = {
-            "machine": platform.platform(),
+            "machine": platform.machine(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "contexts": args.contexts,
