@@ -346,6 +346,7 @@ def test_threads_over_a_small_memory_and_a_small_disk(tmp_path: Path) -> None:
         tier.flush()
         stats = tier.stats()
         assert stats.disk is not None and stats.disk.bytes <= 30_000
+        assert tier.held_bytes()[1] == stats.disk.bytes
         assert not stats.ignored
     on_disk = {f.stem: f.stat().st_size for f in tmp_path.glob("*/*")}
     assert sum(on_disk.values()) == stats.disk.bytes and len(on_disk) == stats.disk.entries

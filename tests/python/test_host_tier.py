@@ -51,6 +51,7 @@ def test_what_is_stored_comes_back(tier: HostTier) -> None:
     stats = tier.stats()
     assert (stats.memory.hits, stats.misses, stats.memory.entries) == (1, 1, 1)
     assert (stats.memory.bytes, stats.memory.by_kind) == (3 * PAGE, {"span": 150})
+    assert tier.held_bytes() == (stats.memory.bytes, 0)
 
 
 def test_a_second_put_keeps_the_first(tier: HostTier) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import pytest
 from kvspan.errors import UsageError
 from kvspan.host import HostTier
 from kvspan.vllm.hybrid.store import Geometry, OpenPage, PageStore, page_of, root_key
+from kvspan.vllm.hybrid.support import options
 from kvspan.vllm.hybrid.tracking import Plan, Policy, Settings, Track, Work, parse_policy
 
 SIZE = 8
@@ -175,6 +178,60 @@ def test_ratio_is_approximate_only_without_a_state_near() -> None:
     track.end_plan()
 
 
+def test_audit_says_what_was_restored() -> None:
+    """Not what could have been, where vLLM had no blocks for it; and once approximate, always."""
+    machine = Machine(every=1000)
+    tokens = list(range(100))
+    machine.run(tokens, 100, 100)
+    track = Track(machine.settings, ROOT, parse_policy("ratio:0.1", "test", 1))
+    assert track.begin(machine.store, [*tokens[:70], 7, 7], 0) is not None
+    track.end_plan()
+    assert (track.audit.matched, track.audit.exact) == (0, True)
+    plan = track.begin(machine.store, [*tokens[:70], 7, 7], 0)
+    assert plan is not None
+    track.accepted(plan)
+    assert (track.audit.matched, track.audit.exact) == (70, False)
+    track.end_plan()
+    machine.run([*tokens[:70], 7, 7, 5], 73, 100)  # leaves a state behind right there
+    plan = track.begin(machine.store, [*tokens[:70], 7, 7, 5, 6], 0)  # after a preemption
+    assert plan is not None and plan.exact
+    track.accepted(plan)
+    assert not track.audit.exact, "its earlier tokens came from an approximate state"
+    track.end_plan()
+
+
+def test_sums_of_hidden_vectors_are_exact_only_unread() -> None:
+    machine = Machine(every=1000)
+    tokens = list(range(100))
+    machine.run(tokens, 100, 100)
+    machine.settings.pair = False
+    track = Track(machine.settings, ROOT, parse_policy("ratio:1", "test", 1))
+    plan = track.begin(machine.store, [*tokens[:70], 7], 0)
+    assert plan is not None and (plan.start, plan.exact) == (0, False)
+    assert track.accepted(plan) is None and not track.capturing
+    track.end_plan()
+    plan = Track(machine.settings, ROOT, Policy()).begin(machine.store, [*tokens, 7], 0)
+    assert plan is not None and plan.exact, "the state was kept, nothing is replayed"
+    plan.release()
+
+
+def test_step_over_before_its_last_token_is_known() -> None:
+    """As under asynchronous scheduling: the next step runs before the last one's token is told."""
+    machine = Machine()
+    tokens = list(range(SIZE))
+    track = Track(machine.settings, ROOT, Policy())
+    track.begin(machine.store, tokens[:-1], 0)
+    for start, count in ((0, SIZE - 1), (SIZE - 1, 1)):
+        work = track.work(machine.store, start, count, ([7],), 0, SIZE - 1)
+        assert work is not None
+        machine.work(work, tokens)
+    track.publish(machine.store, tokens[:-1], SIZE)
+    assert machine.run([*tokens[:-1], 9], SIZE, SIZE) == SIZE - 1
+    track.publish(machine.store, tokens, SIZE)
+    assert machine.run([*tokens, 9], SIZE + 1, SIZE) == SIZE
+    track.stop(machine.store)
+
+
 def test_salts_share_nothing() -> None:
     machine = Machine()
     tokens = list(range(50))
@@ -187,3 +244,25 @@ def test_salts_share_nothing() -> None:
 def test_unknown_policies(text: object) -> None:
     with pytest.raises(UsageError, match=r"expected exact, ratio:R .* found"):
         parse_policy(text, "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("disk_gib", 0), ("decode", "no"), ("disk", 5), ("host_gib", 1e300), ("host_gib", "4")],
+)
+def test_settings_that_make_no_sense(name: str, value: object) -> None:
+    with pytest.raises(UsageError, match=rf"kv_connector_extra_config\.{name}.* expected"):
+        options(config({name: value}))
+
+
+def test_settings_left_out() -> None:
+    found = options(config({"disk": None}))
+    assert (found.disk, found.decode, found.disk_bytes) == ("", True, 32 * 2**30)
+
+
+def config(extra: dict[str, object]) -> Any:
+    """What of vLLM's configuration is read for the settings."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        cache_config=SimpleNamespace(block_size=16),
+    )

@@ -306,7 +306,6 @@ def test_counters(served: HybridServed, monkeypatch: pytest.MonkeyPatch) -> None
         return stats
 
     monkeypatch.setattr(served.connector, "get_kv_connector_stats", get_and_add)
-    served.connector._weigh_at = 0.0
     served.ask([BASE[:600]], 1)
     served.ask([BASE[:500] + tokens(2, 60)], 1, replay="ratio:0.1")
     served.connector.get_kv_connector_stats()  # of the last step, if it was sent ahead

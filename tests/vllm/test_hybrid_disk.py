@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from hybrid_served import HybridServed, difference, save_hybrid
+from safetensors.torch import load_file, save_file
 from test_hybrid import BASE, ROUNDING, tokens
 
 
@@ -47,4 +48,21 @@ def test_next_server_finds_what_is_whole(folder: Path, tmp_path: Path) -> None:
     assert torch.isfinite(torch.tensor(list(answer.logprobs.values()))).all()
     assert answer.cached == 0
     assert answer.tokens == full.tokens
+    served.close()
+
+
+def test_other_weights_under_the_same_name(tmp_path: Path) -> None:
+    """A folder that gets other weights: what the old ones computed is not used."""
+    folder, disk = save_hybrid("qwen3_5", tmp_path / "model"), tmp_path / "disk"
+    served = serve(folder, disk)
+    served.ask([BASE[:300]], 1)
+    served.close()
+    weights = folder / "model.safetensors"
+    held = load_file(weights)
+    held = {name: tensor * 1.5 if "embed" in name else tensor for name, tensor in held.items()}
+    save_file(held, weights, {"format": "pt"})
+    served = serve(folder, disk)
+    (answer,) = served.ask([BASE[:300]])
+    assert answer.cached == 0
+    assert served.connector._store.tier.stats().ignored["other model"] > 0
     served.close()

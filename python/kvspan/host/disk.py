@@ -198,6 +198,11 @@ class DiskLevel:
             stats.entries, stats.bytes, stats.by_kind = len(self._files), self._bytes, by_kind
             return stats
 
+    def held_bytes(self) -> int:
+        """What all files together take."""
+        with self._lock:
+            return self._bytes
+
     def ignored(self) -> Counter[str]:
         """Files that were not used, by reason."""
         with self._lock:

@@ -19,6 +19,7 @@ from kvspan.layout import SpanLayout, layout_from_tokens
 
 KEY = "kvspan"
 DEFAULT_TIMEOUT_S = 30.0
+MAX_TIMEOUT_S = 86_400
 _FIELDS = ("spans", "scope", "placement", "timeout_s", "id", "prepare_for")
 
 
@@ -97,8 +98,11 @@ def from_params(
             f"{where}.placement: expected one of {', '.join(PLACEMENTS)}; got {placement!r}"
         )
     timeout = value.get("timeout_s", DEFAULT_TIMEOUT_S)
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
-        raise UsageError(f"{where}.timeout_s: expected seconds, 0 or more; got {timeout!r}")
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not number or not 0 <= timeout <= MAX_TIMEOUT_S:
+        raise UsageError(
+            f"{where}.timeout_s: expected seconds, 0 to {MAX_TIMEOUT_S}; got {str(timeout)[:40]!r}"
+        )
     if not spans:
         return None
     layout = layout_from_tokens(token_ids, spans, block_size, value.get("scope", "anchored"))

@@ -58,7 +58,6 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         self._steps: deque[Step] = deque()
         self._number = 0
         self._stats = SpanStats()
-        self._weigh_at = 0.0
         self._busy = False
         self._replayer: Replayer | None = None
         if not self._reason:
@@ -80,6 +79,7 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
                 every=self._options.state_every,
                 least=self._options.min_match,
                 decode=self._options.decode,
+                pair=self._options.pair,
             )
         if role == KVConnectorRole.SCHEDULER:
             say = logger.warning if self._reason else logger.info
@@ -113,6 +113,12 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
                 policy = parse_policy(
                     value["replay"], f"kv_transfer_params.{KEY}.replay", self._options.k_min
                 )
+                if policy.name == "exact" and not self._options.pair:
+                    raise UsageError(
+                        f"kv_transfer_params.{KEY}.replay: exact needs a server that keeps exact "
+                        "hidden vectors",
+                        expected="its option hidden to be pair", found="sum",
+                    )  # fmt: skip
             if isinstance(value, dict) and value.get("spans"):
                 refused = "spans need KV that may move, and recurrent state can not"
             elif request.mm_features or request.prompt_embeds is not None:
@@ -134,7 +140,8 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         lora = request.lora_request
         root = root_key(
             request.cache_salt,
-            f"{lora.lora_int_id}:{lora.lora_name}" if lora else "",
+            # The path, too: what is on disk may be read by a server with another LoRA of that name.
+            f"{lora.lora_int_id}:{lora.lora_name}:{lora.lora_path}" if lora else "",
             self._settings.page,
         )
         track = Track(self._settings, root, policy or self._settings.policy)
@@ -152,7 +159,6 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         began = time.perf_counter()
         plan = tracked.track.begin(self._store, request.all_token_ids, num_computed_tokens)
         self._stats.add("replay_lookup_seconds", time.perf_counter() - began)
-        self._stats.add("replay_tokens_looked_up", request.num_tokens)
         if plan is None:
             return 0, False
         if not self._has_room(request):
@@ -179,7 +185,11 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.track.plan is None:
+        if tracked is None:
+            return
+        if not request.skip_reading_prefix_cache:  # once, however often it was asked before
+            self._stats.add("replay_tokens_looked_up", request.num_tokens)
+        if tracked.track.plan is None:
             return
         track, plan = tracked.track, tracked.track.plan
         if not num_external_tokens:
@@ -265,9 +275,8 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
                     tracked.track.publish(self._store, tracked.request.all_token_ids, end)
 
     def get_kv_connector_stats(self) -> SpanStats | None:
-        if self._reason:
-            return None
-        if self._replayer is None and (replayer := self._shared.replayer) is not None:
+        on = not self._reason
+        if on and self._replayer is None and (replayer := self._shared.replayer) is not None:
             timing, replayer.timing = replayer.timing, Timing()
             self._stats.add("replay_bytes", timing.bytes)
             self._stats.add("replay_copy_seconds", timing.copy_s)
@@ -276,11 +285,9 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, SpanStats()
-        if time.monotonic() >= self._weigh_at:  # counting all entries takes its time
-            self._weigh_at = time.monotonic() + 1.0
-            held = self._store.tier.stats()
-            stats.data["host_memory_bytes"] = held.memory.bytes
-            stats.data["host_disk_bytes"] = held.disk.bytes if held.disk else 0
+        if on:
+            memory, disk = self._store.tier.held_bytes()
+            stats.data.update(host_memory_bytes=memory, host_disk_bytes=disk)
         return stats
 
     def request_finished(

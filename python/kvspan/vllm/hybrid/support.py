@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvspan.errors import UsageError
@@ -16,6 +17,9 @@ from kvspan.vllm.hybrid.tracking import Policy, parse_policy
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,12 @@ def options(vllm_config: VllmConfig) -> Options:
             f"{where}: exact replay needs exact hidden vectors", expected="hidden pair",
             found=repr(hidden),
         )  # fmt: skip
+    decode, disk = extra.get("decode", True), extra.get("disk") or ""
+    for name, value, kind in (("decode", decode, bool), ("disk", disk, str)):
+        if not isinstance(value, kind):
+            raise UsageError(
+                f"{where}.{name}: wrong type", expected=kind.__name__, found=repr(value)
+            )
     cache = vllm_config.cache_config
     return Options(
         policy,
@@ -62,10 +72,10 @@ def options(vllm_config: VllmConfig) -> Options:
         int(_number(extra, "state_every", 2048, 1, where)),
         int(_number(extra, "min_match", 1, 1, where)),
         int(k_min),
-        bool(extra.get("decode", True)),
+        decode,
         getattr(cache, "hash_block_size", None) or cache.block_size,
-        str(extra.get("disk", "")),
-        int(_number(extra, "disk_gib", 32.0, 0, where) * 2**30),
+        disk,
+        int(_number(extra, "disk_gib", 32.0, 2**-20, where) * 2**30),
     )
 
 
@@ -101,8 +111,8 @@ def make_store(
     if options.disk:
         # Another model, or the same in other units of storage, must not be taken for this one.
         told = digest_fields(
-            "kvspan/vllm/hybrid/disk/v1", model.model, model.revision, str(model.dtype),
-            config.to_json_string(), *astuple(geometry), options.pair,
+            "kvspan/vllm/hybrid/disk/v2", model.model, model.revision, str(model.dtype),
+            config.to_json_string(), *astuple(geometry), options.pair, _weights(vllm_config),
         )  # fmt: skip
         disk = DiskLevel(options.disk, options.disk_bytes, told)
     tier = HostTier(options.host_bytes, page_bytes=page, disk=disk)
@@ -110,11 +120,25 @@ def make_store(
     return PageStore(tier, geometry, recycle=recycle)
 
 
+def _weights(vllm_config: VllmConfig) -> str:
+    """Changes with the weights that a model's name stands for: a folder may get others."""
+    model = vllm_config.model_config
+    path = Path(model.model)
+    found = sorted(path.iterdir()) if path.is_dir() else [path]
+    stats = [(f.name, f.stat()) for f in found if f.suffix in _WEIGHTS and f.is_file()]
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    load = str(vllm_config.load_config.load_format)
+    seed = model.seed if "dummy" in load.lower() else None
+    return repr((files, commit, load, model.quantization, seed))
+
+
 def _number(extra: dict[str, Any], name: str, default: float, least: float, where: str) -> Any:
     value = extra.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not least <= value < 2**40:
         raise UsageError(
-            f"{where}.{name} is out of range", expected=f"a number, {least} or more",
+            f"{where}.{name} is out of range", expected=f"a number, {least:.3g} or more",
             found=repr(value),
         )  # fmt: skip
     return value
@@ -152,7 +176,10 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     if parallel.world_size > 1:
         return "tensor or pipeline parallelism"
     if parallel.distributed_executor_backend not in (None, "uni"):
-        return f"executor {parallel.distributed_executor_backend}; expected one process"
+        return (
+            f"executor {parallel.distributed_executor_backend}; expected one process (on CPUs set "
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0)"
+        )
     if vllm_config.speculative_config is not None:
         return "speculative decoding"
     if not model.enforce_eager:

@@ -60,13 +60,15 @@ def parse_policy(text: object, where: str, k_min: int = 256) -> Policy:
 @dataclass
 class Settings:
     """page: tokens per page. every: tokens between kept states. least: a shorter match than this
-    is computed again instead. decode: whether generated tokens are kept too."""
+    is computed again instead. decode: whether generated tokens are kept too. pair: whether hidden
+    vectors are kept so that a replay of them is exact."""
 
     page: int
     policy: Policy = field(default_factory=Policy)
     every: int = 2048
     least: int = 1
     decode: bool = True
+    pair: bool = True
 
 
 @dataclass
@@ -202,9 +204,10 @@ class Track:
               local: int) -> Plan | None:  # fmt: skip
         start = state.position if state is not None else 0
         tail = self.policy.tail(match.length)
-        exact = match.length - start <= tail or start == match.length
-        if not exact:
+        reached = match.length - start <= tail or start == match.length
+        if not reached:
             state, start = None, match.length - tail
+        exact = reached and (self.settings.pair or start == match.length)
         views = [store.tier.view(page.name) for page in match.pages]
         state_view = None if state is None else store.tier.view(state.name)
         held = [view for view in (*views, state_view) if view is not None]
@@ -212,22 +215,23 @@ class Track:
             for view in held:  # something went meanwhile, or there is no memory to read it into
                 view.release()
             return None
-        self.audit = ReplayAudit(
+        audit = ReplayAudit(
             policy=self.policy.name,
             matched=match.length,
             replayed=match.length - start,
-            state_from=start if exact else -1,
-            exact=exact,
+            state_from=start if reached else -1,
+            exact=exact and not self.approximate,
         )
         self.plan = Plan(
             match.length, local, start, held[: len(views)], state_view, exact,
-            tokens[: match.length], self.audit, zero=self.policy.name == "zero",
+            tokens[: match.length], audit, zero=self.policy.name == "zero",
         )  # fmt: skip
         return self.plan
 
     def accepted(self, plan: Plan) -> OpenPage | None:
         """The plan's tokens have device blocks. Returns the page to go on in, if one is begun."""
         size = self.settings.page
+        self.audit = plan.audit
         self.approximate = self.approximate or not plan.exact
         self.capturing = plan.exact and not self.approximate
         self.base = plan.length // size
@@ -277,6 +281,8 @@ class Track:
         if not self.capturing:
             return
         size = self.settings.page
+        # Under asynchronous scheduling a step may be over before its last token is told here.
+        done = min(done, len(token_ids))
         keys = self.keys(token_ids)
         for index in range(self.published // size, math.ceil(done / size)):
             page = self.pages[index - self.base]
