@@ -201,6 +201,8 @@ def main(args: argparse.Namespace) -> int:
              "score": round(hit.score, 4), "text": hit.chunk.text}
             for hit in hits
         ]  # fmt: skip
+        if not hits:
+            report["notes"].append(f"nothing fits {' '.join(args.find.split())[:60]!r}")
     prepared = None
     if args.prepare:
         prepared, seconds = _prepare(args, index)

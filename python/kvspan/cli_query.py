@@ -101,8 +101,9 @@ def run_command(args: argparse.Namespace) -> int:
             on_audit=audit,
         )
     status = cli.EXIT_FAILURE if result.failures else 0
+    plain = _plain_notes(result)
     if args.json:
-        print(dump_json({**result.to_obj(), "warnings": said}, 2))
+        print(dump_json({**result.to_obj(), "warnings": [*said, *plain]}, 2))
         return status
     if not streaming:
         _print_answers(result)
@@ -149,6 +150,12 @@ def _print_answers(result: RunResult) -> None:
         print(call.result.text)
 
 
+def _plain_notes(result: RunResult) -> list[str]:
+    """Where an engine has no spans, and why."""
+    reasons = [reason for fired in result.trace for reason in fired.reasons]
+    return [f"note: plain prompts, no spans: {printable(reason)}" for reason in reasons]
+
+
 def _print_summary(args: argparse.Namespace, result: RunResult) -> None:
     usage, calls = result.usage, result.calls
     moved = sum(call.result.reuse.moved_tokens for call in calls)
@@ -157,10 +164,7 @@ def _print_summary(args: argparse.Namespace, result: RunResult) -> None:
     notes = dict.fromkeys(
         f"note: {call.path}: {note}" for call in calls for note in call.result.reuse.notes
     )
-    for fired in result.trace:
-        for reason in fired.reasons:
-            _say(args, f"note: plain prompts, no spans: {printable(reason)}")
-    for note in notes:
+    for note in [*_plain_notes(result), *notes]:
         _say(args, note)
     _say(
         args,

@@ -45,6 +45,10 @@ def test_run_on_a_server(query_file: str, capsys: pytest.CaptureFixture[str]) ->
         assert cli.main([*words, "--stream", "--quiet"]) == 0
         assert capsys.readouterr() == ("hello\n", "")
         assert server.requests[1][2]["stream"] is True
+        assert cli.main([*words, "--model", "other", "--json"]) == 0
+        out, err = capsys.readouterr()
+        (warning,) = json.loads(out)["warnings"]
+        assert warning.startswith("note: plain prompts, no spans: M: ") and err == ""
 
 
 def test_a_server_that_refuses(query_file: str, capsys: pytest.CaptureFixture[str]) -> None:

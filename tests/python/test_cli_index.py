@@ -60,6 +60,11 @@ def test_build_inspect_and_find(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"--- b\.jsonl:1, characters 0-16, score 0\.\d+", head)
     assert body == ["Bees", "Lena keeps bees."]
 
+    assert cli.main(["index", "town", "--find", "xylophones"]) == 0
+    text = capsys.readouterr()
+    assert text.out == ""
+    assert text.err.splitlines()[0] == "kvspan: note: nothing fits 'xylophones'"
+
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["index", "town", "--json"]) == 0
