@@ -49,7 +49,10 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class BulkSummary:
-    """What a bulk run did. resumed: results that an earlier run had left."""
+    """What a bulk run did. resumed: results that an earlier run had left.
+
+    queries, failed: of the whole output; tokens: of this run.
+    """
 
     queries: int
     failed: int
@@ -111,7 +114,7 @@ async def arun_bulk(
     total, digest = await asyncio.to_thread(_survey, path, settings)
     journal = _Journal(out, digest, overwrite, source=path)
     opened = SharedEngines(open)
-    tally = _Tally(resumed=journal.done_before)
+    tally = _Tally(journal.done_before, journal.failed_before)
     try:
         report = on_progress or (lambda done, total: None)
         report(journal.done_before, total)
@@ -282,14 +285,18 @@ def _failed(index: int, name: Any, error: KvspanError, number: int) -> dict[str,
     return {"index": index, "id": name, "error": fields}
 
 
+def _has_failed(record: dict[str, Any]) -> bool:
+    return "error" in record or "failures" in record
+
+
 class _Tally:
-    def __init__(self, resumed: int) -> None:
-        self.resumed = resumed
-        self.queries = self.failed = self.prompt = self.cached = self.completion = 0
+    def __init__(self, resumed: int, failed: int) -> None:
+        self.resumed, self.failed = resumed, failed
+        self.queries = self.prompt = self.cached = self.completion = 0
 
     def add(self, record: dict[str, Any]) -> None:
         self.queries += 1
-        self.failed += "error" in record or "failures" in record
+        self.failed += _has_failed(record)
         usage = record.get("usage", {})
         self.prompt += usage.get("prompt_tokens", 0)
         self.cached += usage.get("cached_tokens", 0)
@@ -314,7 +321,7 @@ class _Journal:
         self.path = out.with_name(out.name + ".journal")
         self.digest = digest
         self.kept: dict[int, str] = {}
-        self.written = 0
+        self.written = self.failed_before = 0
         for path in (out, self.path):
             if not path.exists():
                 continue
@@ -359,29 +366,34 @@ class _Journal:
             pass
 
     def _check_run(self) -> None:
-        head = (_whole_lines(self.path) or [b"{}"])[0]
-        if json.loads(head).get("run") != self.digest:
+        head = (_whole_lines(self.path) or [b""])[0]
+        if head != self._head():
             raise UsageError(
                 "a journal of another run is there: other queries or other options (--overwrite "
                 "starts anew)",
                 source=str(self.path),
             )
 
+    def _head(self) -> bytes:
+        return json.dumps({"run": self.digest}).encode()
+
     def _resume(self) -> None:
         whole = _whole_lines(self.out)
         self.written = len(whole)
+        self.failed_before = sum(_has_failed(json.loads(line)) for line in whole)
         os.truncate(self.out, sum(len(line) + 1 for line in whole))
         for line in _whole_lines(self.path)[1:]:
-            index = json.loads(line)["index"]
+            record = json.loads(line)
             # Results that reached the output just before the end are in both files.
-            if index >= self.written:
-                self.kept[index] = line.decode()
+            if record["index"] >= self.written:
+                self.kept[record["index"]] = line.decode()
+                self.failed_before += _has_failed(record)
 
     def _restart(self) -> None:
         """A new journal with what is kept, put in the place of the old one in one step."""
         new = self.path.with_name(self.path.name + ".new")
         with new.open("wb") as file:
-            file.write(json.dumps({"run": self.digest}).encode() + b"\n")
+            file.write(self._head() + b"\n")
             for line in self.kept.values():
                 file.write(line.encode() + b"\n")
             file.flush()

@@ -120,6 +120,21 @@ def test_a_killed_run_goes_on_without_redoing_or_losing_any(tmp_path, after: int
     assert not (tmp_path / "out.jsonl.journal").exists()
 
 
+def test_failures_of_the_part_before_a_kill_count(tmp_path) -> None:
+    source = write_queries(tmp_path / "in.jsonl", 4)
+    lines = source.read_text().splitlines()
+    source.write_text("\n".join(["{}", *lines[:2], "[]", *lines[2:]]) + "\n")
+    out, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    assert run_bulk(source, whole, engine=FakeEngine()).failed == 2
+    results = whole.read_text().splitlines(keepends=True)
+    _, digest = bulk._survey(source, {"seed": 0, "lenient": False})
+    out.write_text("".join(results[:2]))
+    (tmp_path / "out.jsonl.journal").write_text(f'{{"run": "{digest}"}}\n{results[3]}')
+    summary = run_bulk(source, out, engine=FakeEngine())
+    assert (summary.queries, summary.resumed, summary.failed) == (6, 3, 2)
+    assert out.read_text() == whole.read_text()
+
+
 @given(st.data())
 def test_a_run_cut_at_any_byte_goes_on(tmp_path_factory, data) -> None:
     """The files as a kill may leave them: cut anywhere, or the last window in both of them."""
@@ -183,9 +198,10 @@ def test_what_is_not_of_this_run_is_left_alone(tmp_path) -> None:
         run_bulk(source, out, engine=FakeEngine())
     assert out.read_text() == "precious\n"
     out.unlink()
-    (tmp_path / "out.jsonl.journal").write_text('{"run": "other"}\n')
-    with pytest.raises(UsageError, match="a journal of another run is there"):
-        run_bulk(source, out, engine=FakeEngine())
+    for head in ("[]\n", "not JSON\n", '{"run": "other"}\n'):
+        (tmp_path / "out.jsonl.journal").write_text(head)
+        with pytest.raises(UsageError, match="a journal of another run is there"):
+            run_bulk(source, out, engine=FakeEngine())
     assert run_bulk(source, out, engine=FakeEngine(), overwrite=True).queries == 4
     with pytest.raises(UsageError, match="no such file"):
         run_bulk(tmp_path / "missing", tmp_path / "o", engine=FakeEngine())
