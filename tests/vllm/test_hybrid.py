@@ -19,6 +19,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from kvspan.host import HostTier
+from kvspan.vllm.hybrid import connector
 from kvspan.vllm.hybrid.replay import Timing
 from kvspan.vllm.hybrid.tracking import Policy, Track
 from kvspan.vllm.stats import SpanStats
@@ -293,6 +294,27 @@ def test_block_boundary_is_kept_whole(served: HybridServed) -> None:
     served.forget()
     (full,) = served.ask([prompt], replay="off")
     assert difference(second, full) < ROUNDING
+
+
+def test_wait_for_blocks_has_an_end(served: HybridServed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others pass a request that is held back: after some steps it computes all instead."""
+    served.ask([BASE[:300]], 1)
+    told: list[int | None] = []
+    find = served.connector.get_num_new_matched_tokens
+
+    def find_and_tell(request: Any, computed: int) -> tuple[int | None, bool]:
+        found: tuple[int | None, bool] = find(request, computed)
+        if request.num_prompt_tokens == 320:
+            told.append(found[0])
+        return found
+
+    monkeypatch.setattr(served.connector, "get_num_new_matched_tokens", find_and_tell)
+    monkeypatch.setattr(served.connector, "_has_room", lambda request: False)
+    monkeypatch.setattr(connector, "MAX_WAIT_STEPS", 3)
+    monkeypatch.setattr(served.connector, "_busy", True)
+    _, held = served.ask([tokens(5, 40), BASE[:300] + tokens(6, 20)], 12)
+    assert told == [None, None, None, 0]
+    assert held.replay["matched"] == 0
 
 
 def test_counters(served: HybridServed, monkeypatch: pytest.MonkeyPatch) -> None:

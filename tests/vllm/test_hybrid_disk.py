@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ import torch
 from hybrid_served import HybridServed, difference, save_hybrid
 from safetensors.torch import load_file, save_file
 from test_hybrid import BASE, ROUNDING, tokens
+
+from kvspan.errors import UsageError
+from kvspan.host import DiskLevel
+from kvspan.vllm.hybrid import connector
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +71,16 @@ def test_other_weights_under_the_same_name(tmp_path: Path) -> None:
     assert answer.cached == 0
     assert served.connector._store.tier.stats().ignored["other model"] > 0
     served.close()
+
+
+def test_folder_of_another_server(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(connector.logger, "error", lambda text, *args: said.append(text % args))
+    with (
+        closing(DiskLevel(tmp_path, 1 << 20, b"another server's")),
+        pytest.raises(UsageError, match=r"extra_config\.disk: .* is another process's host tier"),
+    ):
+        serve(folder, tmp_path)
+    assert len(said) == 1 and said[0].startswith("kvspan: kv_connector_extra_config.disk: ")

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from kvspan.errors import UsageError
+from kvspan.errors import KvspanError, UsageError
 from kvspan.ops import digest_fields
 from kvspan.vllm.hybrid.replay import Replayer, Timing
 from kvspan.vllm.hybrid.steps import Load, ReplayMetadata, Shared, Step, Tracked
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.kvspan")
+
+MAX_WAIT_STEPS = 256  # for blocks to restore into
 
 
 _SHARED: dict[str, Shared] = {}  # by engine
@@ -61,29 +63,37 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         self._busy = False
         self._replayer: Replayer | None = None
         if not self._reason:
-            self._options = options(vllm_config)
-            self._group = next(
-                i
-                for i, group in enumerate(kv_cache_config.kv_cache_groups)
-                if not isinstance(group.kv_cache_spec, MambaSpec)
-            )
-            self._engine = str(vllm_config.kv_transfer_config.engine_id)
-            if self._engine not in _SHARED:
-                store = make_store(vllm_config, kv_cache_config, self._options)
-                _SHARED[self._engine] = Shared(store)
-            self._shared = _SHARED[self._engine]
-            self._store = self._shared.store
-            self._settings = Settings(
-                self._store.geometry.size,
-                policy=self._options.policy,
-                every=self._options.state_every,
-                least=self._options.min_match,
-                decode=self._options.decode,
-                pair=self._options.pair,
-            )
+            try:
+                self._set_up(vllm_config, kv_cache_config)
+            except KvspanError as error:  # one line that is found above vLLM's tracebacks
+                logger.error("kvspan: %s", error)
+                raise
         if role == KVConnectorRole.SCHEDULER:
             say = logger.warning if self._reason else logger.info
             say("kvspan: prefix reuse at any token is %s", self._state_text())
+
+    def _set_up(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        """The settings, and the store; KvspanError where they cannot be used."""
+        self._options = options(vllm_config)
+        self._group = next(
+            i
+            for i, group in enumerate(kv_cache_config.kv_cache_groups)
+            if not isinstance(group.kv_cache_spec, MambaSpec)
+        )
+        self._engine = str(vllm_config.kv_transfer_config.engine_id)
+        if self._engine not in _SHARED:
+            store = make_store(vllm_config, kv_cache_config, self._options)
+            _SHARED[self._engine] = Shared(store)
+        self._shared = _SHARED[self._engine]
+        self._store = self._shared.store
+        self._settings = Settings(
+            self._store.geometry.size,
+            policy=self._options.policy,
+            every=self._options.state_every,
+            least=self._options.min_match,
+            decode=self._options.decode,
+            pair=self._options.pair,
+        )
 
     def _state_text(self) -> str:
         if self._reason:
@@ -163,7 +173,10 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         if not self._has_room(request):
             tracked.track.end_plan()
-            if self._busy:  # what runs will give blocks back
+            # What runs will give blocks back; but vLLM lets others pass who is held back,
+            # and they may take them again and again. One that computes all keeps its turn.
+            if self._busy and tracked.waited < MAX_WAIT_STEPS:
+                tracked.waited += 1
                 return None, False
             return 0, False
         return plan.length - num_computed_tokens, False

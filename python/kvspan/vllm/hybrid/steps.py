@@ -46,13 +46,17 @@ class ReplayMetadata(KVConnectorMetadata):
 
 @dataclass
 class Tracked:
-    """A request of vLLM's. done: its positions that have been computed for certain."""
+    """A request of vLLM's. done: its positions that have been computed for certain.
+
+    waited: steps that it was held back for blocks.
+    """
 
     request: Request
     track: Track
     ordinary_hasher: Any
     poisoned: bool = False
     done: int = 0
+    waited: int = 0
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvspan.errors import UsageError
+from kvspan.errors import KvspanError, UsageError
 from kvspan.host import DiskLevel, HostTier
 from kvspan.hybrid.groups import layer_map
 from kvspan.ops import digest_fields
@@ -114,7 +114,10 @@ def make_store(
             "kvspan/vllm/hybrid/disk/v2", model.model, model.revision, str(model.dtype),
             config.to_json_string(), *astuple(geometry), options.pair, _weights(vllm_config),
         )  # fmt: skip
-        disk = DiskLevel(options.disk, options.disk_bytes, told)
+        try:
+            disk = DiskLevel(options.disk, options.disk_bytes, told)
+        except KvspanError as error:
+            raise UsageError(f"kv_connector_extra_config.disk: {error}") from None
     tier = HostTier(options.host_bytes, page_bytes=page, disk=disk)
     recycle = not vllm_config.scheduler_config.async_scheduling
     return PageStore(tier, geometry, recycle=recycle)
