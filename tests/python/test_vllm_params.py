@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 import pytest
 
 from kvspan.errors import UsageError
+from kvspan.vllm.bodies import COMPLETIONS, read_body
 from kvspan.vllm.params import from_params
 
 PROMPT = list(range(100))
@@ -24,3 +27,21 @@ def test_timeouts() -> None:
     for seconds in (0, 0.5, 86_400):
         params = from_params({"kvspan": {"spans": [[32, 64]], "timeout_s": seconds}}, PROMPT, 32)
         assert params is not None and params.timeout_s == seconds
+
+
+def test_replay_policies() -> None:
+    """Of a hybrid: what it is to do is not guessed, and a misspelt policy is not an exact one."""
+
+    def read(policy: object) -> object:
+        params = {"kv_transfer_params": {"kvspan": {"replay": policy}}}
+        raw = json.dumps({"model": "m", "prompt": "a", **params}).encode()
+        return asyncio.run(read_body(COMPLETIONS, raw, lay_out, 32))
+
+    async def lay_out(request: object) -> Any:
+        raise AssertionError("no span is marked")
+
+    for policy in ("exact", "ratio:0.05", "off"):
+        assert read(policy) is None, "left to vLLM as it is"
+    for bad in ("ratio:2", "EXACT", None, 5):
+        with pytest.raises(UsageError, match=r"kvspan\.replay: unknown replay policy; expected"):
+            read(bad)
