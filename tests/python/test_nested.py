@@ -369,7 +369,10 @@ def test_cancelled_while_an_answer_is_computed_again(monkeypatch: pytest.MonkeyP
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            while engine.stats().running:
+            # It is told before the worker has given the blocks back.
+            for _ in range(5000):
+                if engine.pool.num_available == engine.pool.num_blocks:
+                    return
                 await asyncio.sleep(0.001)
 
         asyncio.run(cancelled())

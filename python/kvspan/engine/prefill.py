@@ -47,6 +47,7 @@ class Prefill:
             self._find_text()
             self._find_spans()
             missing = [i for i, block in enumerate(seq.table) if block < 0]
+            self._make_room(len(missing))
             for i, block in zip(missing, pool.allocate(len(missing)), strict=True):
                 seq.table[i] = block
             self._share_repeated_spans()
@@ -111,6 +112,24 @@ class Prefill:
                 reuse.answer_reused_tokens += min(cached * seq.block_size, generated)
             reuse.reused_tokens += cached * seq.block_size
             reuse.span_hits += cached == span.count
+
+    def _make_room(self, count: int) -> None:
+        """Let sources go, the last spans' first, until so many blocks can be had.
+
+        Their spans are computed again: what is cached must not keep a prompt out that fits without.
+        """
+        for span in reversed(self._moved):
+            if count <= self.pool.num_available:
+                break
+            cached, size = len(span.found), self.seq.block_size
+            self.pool.release(reversed(span.found))
+            span.found = []
+            self.reuse.reused_tokens -= cached * size
+            self.reuse.span_hits -= cached == span.count
+            if span.answer is not None:
+                self.reuse.answer_reused_tokens -= min(cached * size, len(span.answer.token_ids))
+        # Those whose sources are here come first: once moved, they make room for the others.
+        self._moved.sort(key=lambda span: span.count - len(span.found))
 
     def _lookup_leading(self, keys: list[object]) -> list[int]:
         """The leading blocks that are cached, referenced."""
