@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvspan.errors import UsageError
-from kvspan.host import HostTier
+from kvspan.host import DiskLevel, HostTier
 from kvspan.vllm.hybrid.store import Geometry, OpenPage, PageStore, page_of, root_key
 from kvspan.vllm.hybrid.support import options
 from kvspan.vllm.hybrid.tracking import Plan, Policy, Settings, Track, Work, parse_policy
@@ -67,6 +68,7 @@ class Machine:
             at += count
             track.publish(self.store, tokens[: max(at, prompt)], at)
         track.stop(self.store)
+        self.store.tier.flush()  # what waits for the disk is pinned, too
         assert not any(e.pins for e in self.store.tier._entries.values())
         return matched
 
@@ -230,6 +232,29 @@ def test_step_over_before_its_last_token_is_known() -> None:
     track.publish(machine.store, tokens, SIZE)
     assert machine.run([*tokens, 9], SIZE + 1, SIZE) == SIZE
     track.stop(machine.store)
+
+
+def test_page_that_cannot_be_read_shortens_the_match(tmp_path: Path) -> None:
+    machine = Machine(every=16)
+    tokens = list(range(100))
+    machine.store.tier = HostTier(
+        2**20, page_bytes=GEOMETRY.page_bytes, disk=DiskLevel(tmp_path, 2**20, b"x")
+    )
+    machine.run(tokens, 100, 100)
+    machine.store.tier.close()
+    keys = Track(machine.settings, ROOT, Policy()).keys(tokens)
+    (bad,) = tmp_path.rglob(f"*{keys[5].hex()}.kv")
+    held = bytearray(bad.read_bytes())
+    held[len(held) // 2] ^= 1
+    bad.write_bytes(held)
+    tier = HostTier(2**20, page_bytes=GEOMETRY.page_bytes, disk=DiskLevel(tmp_path, 2**20, b"x"))
+    store = PageStore(tier, GEOMETRY)
+    track = Track(machine.settings, ROOT, Policy())
+    plan = track.begin(store, [*tokens, 7], 0)
+    assert plan is not None and plan.length == 5 * SIZE
+    machine.check(plan, tokens)
+    track.end_plan()
+    tier.close()
 
 
 def test_salts_share_nothing() -> None:

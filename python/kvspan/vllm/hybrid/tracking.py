@@ -18,6 +18,8 @@ from kvspan.host import View
 from kvspan.ops import BlockChain
 from kvspan.vllm.hybrid.store import FoundState, Match, OpenPage, PageStore
 
+TRIES = 4
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -190,15 +192,19 @@ class Track:
         size = self.settings.page
         tokens = np.asarray(token_ids, dtype=np.int64)
         keys = self.keys(token_ids)
-        match = store.match(keys, self.root, tokens, len(tokens) - 1)
-        # What is computed from here on joins what is kept only if nothing is missing in between.
-        self.capturing = match.length >= local and not self.approximate
         self.base = local // size
         self.published = self.last_state = local
-        if match.length <= local or match.length < self.settings.least or self.policy.name == "off":
-            return None
-        state = store.nearest_state(match, self.root, tokens, match.length, keys)
-        return self._plan(store, match, state, tokens, local)
+        for _ in range(TRIES):  # what cannot be read is forgotten, and what is before it matches
+            match = store.match(keys, self.root, tokens, len(tokens) - 1)
+            # What is computed from here on joins what is kept only if nothing is missing between.
+            self.capturing = match.length >= local and not self.approximate
+            short = match.length <= local or match.length < self.settings.least
+            if short or self.policy.name == "off":
+                return None
+            state = store.nearest_state(match, self.root, tokens, match.length, keys)
+            if (plan := self._plan(store, match, state, tokens, local)) is not None:
+                return plan
+        return None
 
     def _plan(self, store: PageStore, match: Match, state: FoundState | None, tokens: np.ndarray,
               local: int) -> Plan | None:  # fmt: skip
