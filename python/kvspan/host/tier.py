@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from kvspan import _core
 from kvspan.host.disk import DiskLevel
 from kvspan.host.entries import Entry, Reservation, View
 from kvspan.host.eviction import EvictionOrder
-from kvspan.host.pages import Bytes, PagePool, as_bytes, copy_bytes
+from kvspan.host.pages import Bytes, PagePool, anonymous_memory, as_bytes, copy_bytes
 from kvspan.host.stats import HostStats, LevelStats
 
 _MAX_KEY_BYTES = 96  # twice as many letters must fit a file's name
@@ -60,7 +58,7 @@ class HostTier:
                 f"memory_bytes: expected at least one page of {page_bytes}, got {memory_bytes}"
             )
         if memory is None:
-            arena = np.empty(memory_bytes, np.uint8)
+            arena = anonymous_memory(memory_bytes)
         else:
             arena = as_bytes(memory, "memory", writable=True)
             if len(arena) < memory_bytes:

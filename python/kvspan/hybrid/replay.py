@@ -26,9 +26,10 @@ LastLayer = Literal["full", "mixer", "state"]
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """side_by_side: groups in threads of their own. last: others than `state` are for ablation."""
+    """side_by_side: groups in threads of their own, which on two cores has cost more than it gave
+    (bench/replay_ttft.py). last: others than `state` are for ablation."""
 
-    side_by_side: bool = True
+    side_by_side: bool = False
     last: LastLayer = "state"
 
 
