@@ -8,6 +8,7 @@ fixed number of rows the bits of one row depend on that row alone (measured for 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +55,7 @@ class Projected:
     b: Tensor
 
 
-class Family:
+class Family(ABC):
     """What the families have in common. Holds no weights of its own but re-ordered copies."""
 
     gated_norm = "norm"  # name of the norm between state and output projection
@@ -154,14 +155,17 @@ class Family:
     def _ffn(self, block: Any, h: Tensor) -> Tensor:
         return experts(block.mlp, h) if hasattr(block.mlp, "experts") else block.mlp(h)
 
+    @abstractmethod
     def _project(self, la: Any, h: Tensor, outputs: bool) -> Projected:
-        raise NotImplementedError
+        """All input projections of h; of z only where outputs are wanted."""
 
+    @abstractmethod
     def _gate_inputs(self, la: Any, h: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        """a and b of h alone."""
 
+    @abstractmethod
     def _kv_weight(self, la: Any) -> Tensor:
-        raise NotImplementedError
+        """[Hk dk + Hv dv, H]: the rows of the projection that give k and v."""
 
 
 class Qwen35(Family):
