@@ -274,7 +274,8 @@ class OpenAIEngine:
             else:
                 self._refused.update(tried)
                 if breaks:
-                    answer.notes.append(f"the stream broke {breaks} times before it began")
+                    often = "once" if breaks == 1 else f"{breaks} times"
+                    answer.notes.append(f"the stream broke {often} before it began")
                 if "seed" in self._refused and "seed" in body:
                     answer.notes.append("the server takes no seed: another run may differ")
                 return answer

@@ -48,11 +48,11 @@ def _explain(error: Exception, url: str, timeout: float, attempts: int) -> Kvspa
         said = _brief(message_of(error))
         return EngineStatusError(f"HTTP {status} from {url}: {said}{hint}", status)
     if isinstance(error, openai.APITimeoutError):
-        return KvspanError(f"{url}: no answer within {timeout:g} s, {attempts} times")
+        return KvspanError(f"{url}: no answer within {timeout:g} s{_after(attempts)}")
     if isinstance(error, openai.APIConnectionError):
         cause = error.__cause__ or error
         kind = type(cause).__name__
-        return KvspanError(f"{url}: no connection, {attempts} times: {kind}: {_brief(cause)}")
+        return KvspanError(f"{url}: no connection{_after(attempts)}: {kind}: {_brief(cause)}")
     if isinstance(error, StreamBroken):
         return KvspanError(f"{url}: the stream broke: {_brief(error)}")
     malformed = isinstance(error, openai.APIResponseValidationError)
@@ -63,7 +63,12 @@ def _explain(error: Exception, url: str, timeout: float, attempts: int) -> Kvspa
     )
 
 
+def _after(attempts: int) -> str:
+    return f" in {attempts} attempts" if attempts > 1 else ""
+
+
 def message_of(error: openai.APIStatusError) -> str:
+    """What the server itself said, where it said it in the protocol's form."""
     body = error.body
     if isinstance(body, dict) and isinstance(body.get("message"), str):
         return str(body["message"])
