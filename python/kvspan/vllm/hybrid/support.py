@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvspan.errors import KvspanError, UsageError
 from kvspan.host import DiskLevel, HostTier
@@ -13,6 +13,7 @@ from kvspan.ops import digest_fields
 from kvspan.vllm import HYBRIDS
 from kvspan.vllm.hybrid.store import Geometry, PageStore
 from kvspan.vllm.hybrid.tracking import Policy, parse_policy
+from kvspan.vllm.settings import WHERE, check_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,40 +43,20 @@ class Options:
 def options(vllm_config: VllmConfig) -> Options:
     """The settings given by the user; UsageError for one that makes no sense."""
     transfer = vllm_config.kv_transfer_config
-    extra: dict[str, Any] = dict((transfer and transfer.kv_connector_extra_config) or {})
-    where = "kv_connector_extra_config"
-    k_min = _number(extra, "k_min", 256, 1, where)
-    text = extra.get("replay", "exact")
-    hidden = extra.get("hidden", "pair")
-    if hidden not in ("pair", "sum"):
-        raise UsageError(
-            f"{where}.hidden: unknown format", expected="pair or sum", found=repr(hidden)
-        )
-    policy = parse_policy(text, f"{where}.replay", k_min)
-    if policy.name == "exact" and hidden != "pair":
-        raise UsageError(
-            f"{where}: exact replay needs exact hidden vectors", expected="hidden pair",
-            found=repr(hidden),
-        )  # fmt: skip
-    decode, disk = extra.get("decode", True), extra.get("disk") or ""
-    for name, value, kind in (("decode", decode, bool), ("disk", disk, str)):
-        if not isinstance(value, kind):
-            raise UsageError(
-                f"{where}.{name}: wrong type", expected=kind.__name__, found=repr(value)
-            )
+    given = check_settings(transfer and transfer.kv_connector_extra_config, "hybrid")
     cache = vllm_config.cache_config
     return Options(
-        policy,
-        str(text),
-        int(_number(extra, "host_gib", 4.0, 0, where) * 2**30),
-        hidden == "pair",
-        int(_number(extra, "state_every", 2048, 1, where)),
-        int(_number(extra, "min_match", 1, 1, where)),
-        int(k_min),
-        decode,
+        parse_policy(given["replay"], f"{WHERE}.replay", given["k_min"]),
+        given["replay"],
+        int(given["host_gib"] * 2**30),
+        given["hidden"] == "pair",
+        given["state_every"],
+        given["min_match"],
+        given["k_min"],
+        given["decode"],
         getattr(cache, "hash_block_size", None) or cache.block_size,
-        disk,
-        int(_number(extra, "disk_gib", 32.0, 2**-20, where) * 2**30),
+        given["disk"],
+        int(given["disk_gib"] * 2**30),
     )
 
 
@@ -103,7 +84,7 @@ def make_store(
     page = geometry.page_bytes
     if options.host_bytes < page:
         raise UsageError(
-            "kv_connector_extra_config.host_gib: no room for one page",
+            f"{WHERE}.host_gib: no room for one page",
             expected=f"{page / 2**30:.3g} or more",
             found=f"{options.host_bytes / 2**30:.3g}",
         )
@@ -117,7 +98,7 @@ def make_store(
         try:
             disk = DiskLevel(options.disk, options.disk_bytes, told)
         except KvspanError as error:
-            raise UsageError(f"kv_connector_extra_config.disk: {error}") from None
+            raise UsageError(f"{WHERE}.disk: {error}") from None
     tier = HostTier(options.host_bytes, page_bytes=page, disk=disk)
     recycle = not vllm_config.scheduler_config.async_scheduling
     return PageStore(tier, geometry, recycle=recycle)
@@ -134,17 +115,6 @@ def _weights(vllm_config: VllmConfig) -> str:
     load = str(vllm_config.load_config.load_format)
     seed = model.seed if "dummy" in load.lower() else None
     return repr((files, commit, load, model.quantization, seed))
-
-
-def _number(extra: dict[str, Any], name: str, default: float, least: float, where: str) -> Any:
-    value = extra.get(name, default)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not least <= value < 2**40:
-        raise UsageError(
-            f"{where}.{name} is out of range", expected=f"a number, {least:.3g} or more",
-            found=repr(value),
-        )  # fmt: skip
-    return value
 
 
 def is_hybrid(kv_cache_config: KVCacheConfig) -> bool:
