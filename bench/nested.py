@@ -22,7 +22,8 @@ from kvspan.engine import GenerateRequest, GenerateResult
 from kvspan.engine.local import LocalEngine
 from kvspan.executor import RunResult
 from kvspan.query.nodes import Generate, Node
-from kvspan.query.plan import make_plan, to_prompt
+from kvspan.query.plan import make_plan
+from kvspan.query.prompt import to_prompt
 
 WRITER = "You write short stories. Every story has a beginning, a middle and an end."
 JUDGE = "You read several stories and say which of them is the best, and why it is."

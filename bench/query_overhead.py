@@ -22,7 +22,8 @@ from kvspan import cross, g, plus, reduce, repeat, system, user
 from kvspan.layout import PromptEncoder
 from kvspan.query.nodes import Node
 from kvspan.query.optimizer import optimize
-from kvspan.query.plan import make_plan, to_prompt
+from kvspan.query.plan import make_plan
+from kvspan.query.prompt import to_prompt
 from kvspan.query.read import from_json
 from kvspan.query.write import to_json
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from kvspan import UsageError, arun
 from kvspan.engine import Capabilities, GenerateRequest, GenerateResult, Reuse, Timings, Usage
-from kvspan.query.plan import Span
+from kvspan.query.prompt import Span
 from kvspan.query.read import QueryWarning, from_obj
 
 MODEL = "openai/M"

@@ -29,7 +29,7 @@ from typing import Any
 from kvspan.engine import GenerateRequest, GenerateResult
 from kvspan.errors import UsageError
 from kvspan.query.optimizer import Fired
-from kvspan.query.plan import Message, Prompt, Span
+from kvspan.query.prompt import Message, Prompt, Span
 
 
 class AuditLog:

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Any
 from kvspan.audit import AuditLog
 from kvspan.engine import GenerateRequest
 from kvspan.errors import KvspanError, UsageError, shorten_path
+from kvspan.query.checks import describe
 from kvspan.query.context import SpanHistory as SpanHistory
-from kvspan.query.nodes import Node, describe
+from kvspan.query.nodes import Node
 from kvspan.query.optimizer import Fired, optimize
-from kvspan.query.plan import Answered, Call, Plan, Say, make_plan, put_answers, to_prompt
+from kvspan.query.plan import Call, Plan, Say, make_plan, put_answers
+from kvspan.query.prompt import Answered, to_prompt
 from kvspan.query.retrieval import CorpusPaths, Retriever, retriever_for
 from kvspan.query.spans import note_spans
 from kvspan.results import CallResult as CallResult

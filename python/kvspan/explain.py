@@ -23,7 +23,8 @@ from kvspan.extras import engine_extra, importing
 from kvspan.query.context import ABLE
 from kvspan.query.nodes import Node
 from kvspan.query.optimizer import Fired
-from kvspan.query.plan import Call, Message, Plan, Prompt, Span, to_prompt
+from kvspan.query.plan import Call, Plan
+from kvspan.query.prompt import Message, Prompt, Span, to_prompt
 from kvspan.query.write import to_obj
 
 if TYPE_CHECKING:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvspan.errors import printable, shorten_path
-from kvspan.query.forms import Augment, Map, Options, Print, Reduce, Repeat, Retrieve
-from kvspan.query.nodes import Generate, Node, Text, count_nodes
+from kvspan.query.extensions import Options, Reduce, Retrieve
+from kvspan.query.forms import Augment, Map, Print, Repeat
+from kvspan.query.nodes import Generate, Node, Text
 from kvspan.query.plan import Call, Plan
+from kvspan.query.traverse import count_nodes
 
 if TYPE_CHECKING:
     from kvspan.explain import CallLayout, Explanation

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvspan.engine import PLACEMENTS, SCOPES, Placement, Scope
 from kvspan.errors import UsageError
-from kvspan.query.plan import Message, Prompt, Span
+from kvspan.query.prompt import Message, Prompt, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

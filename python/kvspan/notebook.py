@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvspan.errors import shorten_path
 from kvspan.explain import draw_tree, printable, quote
-from kvspan.query.nodes import count_nodes
+from kvspan.query.traverse import count_nodes
 
 if TYPE_CHECKING:
     from kvspan.query.nodes import Node

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvspan.engine import PLACEMENTS, SCOPES, Placement, Scope
 from kvspan.errors import UsageError
+from kvspan.query.checks import check_max_tokens, check_temperature, describe
 from kvspan.query.context import NESTED, ORDERS, Nested, Order, SpanHistory
-from kvspan.query.nodes import check_max_tokens, check_temperature, describe
 from kvspan.query.retrieval import CorpusPaths, Retriever
 
 if TYPE_CHECKING:

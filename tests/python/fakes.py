@@ -15,7 +15,7 @@ from kvspan.engine import (
     Timings,
     Usage,
 )
-from kvspan.query.plan import Message, Prompt
+from kvspan.query.prompt import Message, Prompt
 
 ALL = Capabilities(spans=True, reason="", max_tokens=1000, block_size=16, answers=True)
 Answer = Callable[[GenerateRequest], str]

@@ -5,32 +5,17 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from kvspan.query.builders import cross, g, plus, seq
-from kvspan.query.forms import (
+from kvspan.query.checks import MAX_MAX_TOKENS
+from kvspan.query.extensions import (
     ORDER_WORDS,
     PLACEMENT_WORDS,
     SCOPE_WORDS,
-    Augment,
-    Map,
-    Monad,
     Options,
-    Print,
     Reduce,
-    Repeat,
     Retrieve,
-    Zip,
 )
-from kvspan.query.nodes import (
-    MAX_MAX_TOKENS,
-    Assistant,
-    Cross,
-    Generate,
-    Node,
-    Par,
-    Plus,
-    Seq,
-    System,
-    User,
-)
+from kvspan.query.forms import Augment, Map, Monad, Print, Repeat, Zip
+from kvspan.query.nodes import Assistant, Cross, Generate, Node, Par, Plus, Seq, System, User
 
 # All of Unicode but lone surrogates, with what YAML finds difficult more often than by chance.
 _awkward = st.sampled_from(

@@ -18,7 +18,7 @@ from kvspan.engine import GenerateRequest, open_engine
 from kvspan.engine.local import LocalEngine
 from kvspan.errors import KvspanError, UsageError
 from kvspan.layout import layout_from_tokens
-from kvspan.query.plan import Message, Span
+from kvspan.query.prompt import Message, Span
 from span_oracle import span_logprobs
 from test_local_engine import GREEDY, difference, make_layout, open_tiny
 from tiny_models import VOCAB, configs, tiny_model, word_tokenizer

@@ -28,10 +28,10 @@ from kvspan import (
 )
 from kvspan.engine import Capabilities, GenerateRequest
 from kvspan.executor import derive_seed
-from kvspan.query.forms import has_generate
 from kvspan.query.nodes import Node
-from kvspan.query.plan import Span
+from kvspan.query.prompt import Span
 from kvspan.query.read import from_json
+from kvspan.query.traverse import has_generate
 from kvspan.query.write import dump_json
 from query_strategies import deep_query, queries
 

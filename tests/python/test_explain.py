@@ -9,7 +9,7 @@ from kvspan import KvspanError, cross, g, par, plus, seq, system, user
 from kvspan.engine import GenerateRequest, plain_server
 from kvspan.explain import draw_tree, explain, printable, quote, render
 from kvspan.layout import SpanLayout
-from kvspan.query.plan import Span
+from kvspan.query.prompt import Span
 from kvspan.query.write import dump_json, to_obj
 from query_strategies import deep_joins, wide_query
 

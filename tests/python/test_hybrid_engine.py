@@ -16,7 +16,7 @@ from kvspan import cli
 from kvspan.engine import GenerateRequest, GenerateResult
 from kvspan.errors import KvspanError, UsageError
 from kvspan.hybrid.engine import NO_SPANS
-from kvspan.query.plan import Message, Span
+from kvspan.query.prompt import Message, Span
 from serving import TEMPLATE
 from tiny_models import word_tokenizer
 

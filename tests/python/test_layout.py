@@ -8,7 +8,7 @@ from transformers import AddedToken
 
 from kvspan.errors import UsageError
 from kvspan.layout import PromptEncoder, SpanLayout, layout_from_tokens
-from kvspan.query.plan import Message, Span
+from kvspan.query.prompt import Message, Span
 from tiny_models import word_tokenizer
 
 CHAT = (

@@ -19,7 +19,7 @@ from kvspan.engine.sequence import Sequence
 from kvspan.executor import RunResult
 from kvspan.layout import Answer
 from kvspan.query.nodes import Node
-from kvspan.query.plan import Message, Prompt, Span
+from kvspan.query.prompt import Message, Prompt, Span
 from nested_oracle import nested_logprobs
 from test_local_engine import TOLERANCE, open_tiny
 from tiny_models import tiny_model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import doctest
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +12,12 @@ import pytest
 
 import kvspan as kv
 from faulty_server import FaultyServer, Handler, Step, answer, error
-from kvspan import layout
 from kvspan.engine import GenerateRequest, GenerateResult
 from kvspan.engine import openai as engine_module
 from kvspan.engine.openai import OpenAIEngine
 from kvspan.engine.openai_errors import EngineStatusError
 from kvspan.errors import KvspanError, UsageError
-from kvspan.query.plan import Message, Span
+from kvspan.query.prompt import Message, Span
 
 DOCS = (Span((Message("user", "a"),)), Span((Message("user", "b"), Message("user", "c"))))
 BACKOFF = engine_module.backoff
@@ -364,7 +362,3 @@ def test_waiting_doubles_with_jitter() -> None:
         waits = [BACKOFF(attempt) for _ in range(50)]
         most = min(8.0, 0.5 * 2**attempt)
         assert most / 2 <= min(waits) < max(waits) <= most
-
-
-def test_turns_of_a_prompt() -> None:
-    assert doctest.testmod(layout) == (0, 1)

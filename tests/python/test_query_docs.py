@@ -9,7 +9,8 @@ import pytest
 
 from fakes import FakeEngine, prompt_text
 from kvspan import loads, run
-from kvspan.query.forms import EXTENSION, EXTENSION_KINDS, KINDS
+from kvspan.query.extensions import EXTENSION, EXTENSION_KINDS
+from kvspan.query.forms import KINDS
 from kvspan.query.lisp import to_lisp
 from kvspan.query.optimizer import RULES
 from kvspan.retrieve.chunking import DEFAULT_SIZE

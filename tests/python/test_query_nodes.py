@@ -15,21 +15,12 @@ from hypothesis import strategies as st
 import kvspan
 from kvspan import UsageError, assistant, cross, g, par, plus, reduce, repeat, seq, system, user
 from kvspan.query.forms import mark_origins
-from kvspan.query.nodes import (
-    Generate,
-    Node,
-    Plus,
-    Text,
-    User,
-    count_nodes,
-    fold,
-    rebuild,
-    transform,
-    walk,
-)
+from kvspan.query.nodes import Generate, Node, Plus, Text, User
 from kvspan.query.optimizer import optimize
-from kvspan.query.plan import Message, Span, make_plan, to_prompt
+from kvspan.query.plan import make_plan
+from kvspan.query.prompt import Message, Span, to_prompt
 from kvspan.query.read import from_json, from_yaml
+from kvspan.query.traverse import count_nodes, fold, rebuild, transform, walk
 from kvspan.query.write import to_json, to_yaml
 from query_strategies import deep_joins, deep_query, queries, wide_query
 

@@ -14,12 +14,13 @@ from fakes import FakeEngine, digest_answer, prompt_text
 from kvspan import KvspanError, UsageError, cross, executor, g, plus, run, seq, system, user
 from kvspan.engine import Capabilities, GenerateRequest
 from kvspan.executor import RunResult
-from kvspan.query.forms import has_generate
-from kvspan.query.nodes import Generate, Node, walk
+from kvspan.query.nodes import Generate, Node
 from kvspan.query.optimizer import MAX_PASSES, RULES, Context, optimize
-from kvspan.query.plan import Call, Message, Prompt, Span, make_plan
+from kvspan.query.plan import Call, make_plan
+from kvspan.query.prompt import Message, Prompt, Span
 from kvspan.query.read import from_yaml
 from kvspan.query.retrieval import Corpus
+from kvspan.query.traverse import has_generate, walk
 from query_strategies import queries, runnable_queries
 
 HEADS = ("rules", "nested", "order", "kept", "plain")

@@ -6,17 +6,10 @@ import pytest
 from hypothesis import given
 
 from kvspan import KvspanError, UsageError, assistant, cross, g, par, plus, seq, system, user
-from kvspan.query.nodes import Generate, Node, Text, walk
-from kvspan.query.plan import (
-    Barrier,
-    Call,
-    Message,
-    Plan,
-    Span,
-    make_plan,
-    put_answers,
-    to_prompt,
-)
+from kvspan.query.nodes import Generate, Node, Text
+from kvspan.query.plan import Barrier, Call, Plan, make_plan, put_answers
+from kvspan.query.prompt import Message, Span, to_prompt
+from kvspan.query.traverse import walk
 from query_strategies import queries
 
 

@@ -15,7 +15,7 @@ import kvspan as kv
 from kvspan.engine import GenerateRequest
 from kvspan.engine.local import LocalEngine
 from kvspan.engine.openai import OpenAIEngine
-from kvspan.query.plan import Message, Span
+from kvspan.query.prompt import Message, Span
 from serving import CHAT, ServerProcess, events
 
 TEXT = {"model": "tiny", "prompt": "w1 w2", "max_tokens": 4}

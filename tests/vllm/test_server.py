@@ -18,7 +18,7 @@ from kvspan.engine import GenerateRequest
 from kvspan.engine.local import LocalEngine
 from kvspan.layout import SpanLayout, layout_from_tokens
 from kvspan.parentheses import Parentheses
-from kvspan.query.plan import Message, Span
+from kvspan.query.prompt import Message, Span
 from kvspan.vllm.params import to_params
 from serving import events
 from test_serve_errors import WRONG

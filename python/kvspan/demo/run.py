@@ -27,7 +27,7 @@ from kvspan.errors import KvspanError, UsageError
 from kvspan.extras import engine_extra, importing
 from kvspan.progress import ProgressBars
 from kvspan.query.builders import cross, plus, system, user
-from kvspan.query.plan import to_prompt
+from kvspan.query.prompt import to_prompt
 
 if TYPE_CHECKING:
     from kvspan.engine.local import LocalEngine

@@ -16,7 +16,7 @@ from kvspan.extras import engine_extra, importing
 if TYPE_CHECKING:
     import numpy as np
 
-    from kvspan.query.plan import Prompt
+    from kvspan.query.prompt import Prompt
 
 Scope = Literal["anchored", "isolated", "full"]
 Placement = Literal["sequential", "parallel"]

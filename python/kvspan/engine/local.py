@@ -34,7 +34,7 @@ from kvspan.engine.worker import Worker, blocks_beside
 from kvspan.errors import KvspanError, UsageError
 from kvspan.hybrid.groups import is_hybrid
 from kvspan.layout import PromptEncoder, SpanLayout
-from kvspan.query.plan import Span
+from kvspan.query.prompt import Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

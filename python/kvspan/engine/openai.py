@@ -33,7 +33,7 @@ from kvspan.engine import (
 from kvspan.engine.openai_errors import KEY_VARIABLES, StreamBroken, explained, message_of
 from kvspan.errors import KvspanError, UsageError
 from kvspan.layout import SEPARATOR, to_turns
-from kvspan.query.plan import Span
+from kvspan.query.prompt import Span
 
 URL_VARIABLE = "OPENAI_BASE_URL"
 OPENAI_URL = "https://api.openai.com/v1"

@@ -21,7 +21,8 @@ The calls:
 ``reserve(key, nbytes, cost=, kind=)``
     The same without a copy: a :class:`Reservation` with writable ``pages`` to fill, by a copy from
     the device for instance; ``commit()`` once that has finished, ``abort()`` if it failed. The key
-    is not found before. None if refused.
+    is not found before. None if refused. Without a key yet (None), or to go on writing to what
+    may be found: ``Reservation.publish(key, cost)``.
 ``get(key, out)``
     Copies into the given buffers, together as long as what was stored; False if it is not there
     (then what ``out`` holds is undefined).

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
+Spans = tuple[tuple[int, int], ...]  # (offset, length) in a piece of memory, in bytes
 
 
 def as_bytes(buffer: Any, name: str, *, writable: bool = False) -> Bytes:
@@ -90,17 +91,20 @@ class PagePool:
         """Frees pages."""
         self._free.extend(reversed(pages))
 
-    def pieces(self, pages: list[int], nbytes: int) -> list[Bytes]:
-        """The first ``nbytes`` of the pages, those that lie side by side as one piece."""
-        pieces: list[Bytes] = []
+    def spans(self, pages: list[int], nbytes: int) -> Spans:
+        """Where the first ``nbytes`` of the pages lie; those side by side are one span."""
+        spans: list[tuple[int, int]] = []
         at = 0
         while at < len(pages):
             end = at + 1
             while end < len(pages) and pages[end] == pages[end - 1] + 1:
                 end += 1
-            start = pages[at] * self.page_bytes
             count = min((end - at) * self.page_bytes, nbytes)
-            pieces.append(self._memory[start : start + count])
+            spans.append((pages[at] * self.page_bytes, count))
             nbytes -= count
             at = end
-        return pieces
+        return tuple(spans)
+
+    def pieces(self, spans: Spans) -> list[Bytes]:
+        """The memory there."""
+        return [self._memory[start : start + count] for start, count in spans]

@@ -117,12 +117,12 @@ class HostTier:
         return True
 
     def reserve(
-        self, key: bytes, nbytes: int, *, cost: float, kind: str = "span"
+        self, key: bytes | None, nbytes: int, *, cost: float = 0.0, kind: str = "span"
     ) -> Reservation | None:
         """Memory for an entry that the caller writes; evicts what it must.
 
         Args:
-            key: as for :meth:`put`.
+            key: as for :meth:`put`; None: it is told later, by :meth:`Reservation.publish`.
             nbytes: the entry's length, 1 or more.
             cost: as for :meth:`put`.
             kind: as for :meth:`put`.
@@ -134,17 +134,21 @@ class HostTier:
         Raises:
             ValueError: for arguments that cannot be used, or a tier that is closed.
         """
-        if not 0 < len(key) <= _MAX_KEY_BYTES:
-            raise ValueError(f"key: expected 1 to {_MAX_KEY_BYTES} bytes, got {len(key)}")
+        if key is not None:
+            _check_key(key)
         if nbytes < 1:
             raise ValueError(f"nbytes: expected 1 or more, got {nbytes}")
-        if not (math.isfinite(cost) and cost >= 0):
-            raise ValueError(f"cost: expected a number >= 0, got {cost}")
+        _check_cost(cost)
         entry = self._reserve(key, nbytes, cost, kind)
         if entry is None:
             return None
-        pages = self._pool.pieces(entry.pages, nbytes)
-        return Reservation(pages, partial(self._settle, entry, to_disk=True))
+        spans = self._pool.spans(entry.pages, nbytes)
+        return Reservation(
+            self._pool.pieces(spans),
+            spans,
+            partial(self._publish, entry),
+            partial(self._settle, entry, to_disk=True),
+        )
 
     def get(self, key: bytes, out: Any) -> bool:
         """Copies an entry into buffers.
@@ -311,13 +315,13 @@ class HostTier:
             self._check_open()
             return key in self._entries
 
-    def _reserve(self, key: bytes, nbytes: int, cost: float, kind: str) -> Entry | None:
-        """Memory for an entry, pinned once; None if it is refused."""
+    def _reserve(self, key: bytes | None, nbytes: int, cost: float, kind: str) -> Entry | None:
+        """Memory for an entry, pinned once and not found yet; None if it is refused."""
         count = self._pool.pages_for(nbytes)
         with self._lock:
             self._check_open()
             why = None
-            if key in self._entries or key in self._reserved:
+            if key is not None and (key in self._entries or key in self._reserved):
                 why = "exists"
             elif count > self._pool.num_pages:
                 why = "too large"
@@ -328,24 +332,42 @@ class HostTier:
                 return None
             while count > self._pool.num_free:
                 self._evict()
-            self._reserved.add(key)
-            return Entry(key, kind, nbytes, cost, self._pool.take(count), pins=1)
+            entry = Entry(key or b"", kind, nbytes, cost, self._pool.take(count), 1, removed=True)
+            if key is not None:
+                entry.reserved = True
+                self._reserved.add(key)
+            return entry
+
+    def _publish(self, entry: Entry, key: bytes, cost: float) -> bool:
+        """Lets an entry that is being written be found under a key, and no other."""
+        _check_key(key)
+        _check_cost(cost)
+        with self._lock:
+            self._check_open()
+            self._withdraw(entry)
+            if key in self._entries or key in self._reserved:
+                return False
+            entry.key, entry.cost, entry.removed = key, cost, False
+            self._entries[key] = entry
+            return True
 
     def _settle(self, entry: Entry, committed: bool, *, to_disk: bool) -> None:
         """Ends what :meth:`_reserve` began."""
         with self._lock:
-            self._reserved.discard(entry.key)
-            if not committed:
-                self._pool.give_back(entry.pages)
-                return
-            self._entries[entry.key] = entry
-            self._stats.stores += 1
-            if to_disk and self._writer and not self._closed:
-                if self._pending_bytes + entry.nbytes <= self._max_pending_bytes:
-                    self._pending_bytes += entry.nbytes
-                    self._to_write.put(entry)
-                    return  # the pin goes to the writer
-                self._refusals["disk: too much waits"] += 1
+            key, reserved = entry.key, entry.reserved
+            if reserved or not committed:
+                self._withdraw(entry)
+            if committed and reserved:
+                entry.removed = False
+                self._entries[key] = entry
+            if not entry.removed:
+                self._stats.stores += 1
+                if to_disk and self._writer and not self._closed:
+                    if self._pending_bytes + entry.nbytes <= self._max_pending_bytes:
+                        self._pending_bytes += entry.nbytes
+                        self._to_write.put(entry)
+                        return  # the pin goes to the writer
+                    self._refusals["disk: too much waits"] += 1
             self._unpin_locked(entry)
 
     def _miss(self) -> None:
@@ -382,14 +404,16 @@ class HostTier:
             return None
         found = False
         try:
-            found = disk.read(key, self._pool.pieces(entry.pages, entry.nbytes))
+            spans = self._pool.spans(entry.pages, entry.nbytes)
+            found = disk.read(key, self._pool.pieces(spans))
         finally:
             entry.pins += found  # the caller's, besides the one that ends here
             self._settle(entry, found, to_disk=False)
         return entry if found else None
 
     def _view(self, entry: Entry) -> View:
-        return View(self._pool.pieces(entry.pages, entry.nbytes), partial(self._unpin, entry))
+        spans = self._pool.spans(entry.pages, entry.nbytes)
+        return View(self._pool.pieces(spans), spans, partial(self._unpin, entry))
 
     # With the lock held.
 
@@ -404,6 +428,15 @@ class HostTier:
         self._evictable_pages -= len(entry.pages)
         self._pool.give_back(entry.pages)
         self._stats.evictions += 1
+
+    def _withdraw(self, entry: Entry) -> None:
+        """An entry that is being written is found no more, and its key is anyone's."""
+        if entry.reserved:
+            self._reserved.discard(entry.key)
+            entry.reserved = False
+        if not entry.removed:
+            del self._entries[entry.key]
+            entry.removed = True
 
     def _pin(self, entry: Entry) -> None:
         if entry.pins == 0:
@@ -433,7 +466,7 @@ class HostTier:
         while entry := self._to_write.get():
             why = None
             if not entry.removed:
-                pieces = self._pool.pieces(entry.pages, entry.nbytes)
+                pieces = self._pool.pieces(self._pool.spans(entry.pages, entry.nbytes))
                 why = self._disk.write(entry.key, pieces, entry.cost, entry.kind)
             with self._changed:
                 removed = entry.removed
@@ -445,6 +478,16 @@ class HostTier:
                     self._changed.notify_all()
             if removed:  # while it was written
                 self._disk.remove(entry.key)
+
+
+def _check_key(key: bytes) -> None:
+    if not 0 < len(key) <= _MAX_KEY_BYTES:
+        raise ValueError(f"key: expected 1 to {_MAX_KEY_BYTES} bytes, got {len(key)}")
+
+
+def _check_cost(cost: float) -> None:
+    if not (math.isfinite(cost) and cost >= 0):
+        raise ValueError(f"cost: expected a number >= 0, got {cost}")
 
 
 def _pieces(buffers: Any, name: str, *, writable: bool = False) -> list[Bytes]:

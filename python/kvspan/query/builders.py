@@ -12,19 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvspan.errors import UsageError
-from kvspan.query.forms import Augment, Map, Monad, Options, Print, Reduce, Repeat, Retrieve, Zip
-from kvspan.query.nodes import (
-    Assistant,
-    Cross,
-    Generate,
-    Node,
-    Par,
-    Plus,
-    Seq,
-    System,
-    User,
-    describe,
-)
+from kvspan.query.checks import describe
+from kvspan.query.extensions import Options, Reduce, Retrieve
+from kvspan.query.forms import Augment, Map, Monad, Print, Repeat, Zip
+from kvspan.query.nodes import Assistant, Cross, Generate, Node, Par, Plus, Seq, System, User
 
 NodeLike = Node | str
 Children = NodeLike | Iterable[NodeLike]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from kvspan.query.forms import content_keys
-from kvspan.query.nodes import Generate, Node, Plus, Text, each
+from kvspan.query.nodes import Generate, Node, Plus, Text
+from kvspan.query.traverse import content_keys, each
 
 
 def fragment_keys(query: Node) -> frozenset[bytes]:

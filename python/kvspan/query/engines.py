@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvspan.query.context import Context
-from kvspan.query.forms import Monad, Options
-from kvspan.query.nodes import Generate, Node, Path, Plus, each, fold, kinds_in
+from kvspan.query.extensions import Options
+from kvspan.query.forms import Monad
+from kvspan.query.nodes import Generate, Node, Path, Plus
+from kvspan.query.traverse import each, fold, kinds_in
 
 
 @dataclass(frozen=True)

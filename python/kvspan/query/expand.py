@@ -13,21 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvspan.errors import UsageError
-from kvspan.query.forms import Map, Reduce, Repeat, Zip, mark_origins
-from kvspan.query.nodes import (
-    ROOT,
-    Generate,
-    Join,
-    Node,
-    Par,
-    Path,
-    Plus,
-    User,
-    each,
-    fold,
-    kinds_in,
-    transform,
-)
+from kvspan.query.extensions import Reduce
+from kvspan.query.forms import Map, Repeat, Zip, mark_origins
+from kvspan.query.nodes import ROOT, Generate, Join, Node, Par, Path, Plus, User
+from kvspan.query.traverse import each, fold, kinds_in, transform
 
 # Nested repeats multiply; beyond this many nodes a query is a mistake.
 MAX_NODES = 1_000_000

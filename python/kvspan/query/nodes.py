@@ -1,26 +1,26 @@
-"""The query tree: frozen nodes, and the traversals that everything else is written with.
+"""The query tree: frozen nodes, and the paths at which they stand.
 
-Queries may be nested thousands deep, so nothing here recurses: ``fold``, ``rebuild`` and ``walk``
-keep their own stacks, equality compares with a stack, and every node computes its hash once, from
-the hashes its children already have. All of them cost time linear in the number of nodes.
-
-A node used twice in a tree counts twice: it stands at two paths.
+Queries may be nested thousands deep, so nothing here recurses: equality compares with a stack, and
+every node computes its hash once, from the hashes its children already have. What walks over trees
+is in ``kvspan.query.traverse``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from kvspan.errors import UsageError
+from kvspan.query.checks import (
+    check_max_tokens,
+    check_model,
+    check_temperature,
+    check_text,
+    describe,
+)
 
-T = TypeVar("T")
-
-# spnl holds max_tokens in 32 bits; a larger value could not be read back by it.
-MAX_MAX_TOKENS = 2**31 - 1
 REMEMBERED_DEPTH = 64  # every so many steps down, a path remembers its text
 
 
@@ -334,194 +334,13 @@ def settings_text(max_tokens: int | None, temperature: float | None) -> str:
     return text + ("" if temperature is None else f", temperature={temperature}")
 
 
+def must_be(node: object, cls: type[Node], what: str, expected: str) -> None:
+    """Raise UsageError for a child of another kind. what: its name in the message."""
+    if not isinstance(node, cls):
+        found = node.kind if isinstance(node, Node) else describe(node)
+        raise UsageError(f"{what} is not {expected}", expected=expected, found=found)
+
+
 NODES: dict[str, type[Text] | type[Join] | type[Generate]] = {
     cls.kind: cls for cls in (User, System, Assistant, Seq, Par, Cross, Plus, Generate)
 }
-
-
-def describe(value: object) -> str:
-    """A value as an error message shows it: JSON's words, shortened.
-
-    >>> describe(True), describe([1, 2]), describe("hi"), describe(None), describe({})
-    ('true', 'an array of 2', "'hi'", 'null', 'an empty object')
-    """
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        # Python refuses to print integers of more than a few thousand digits.
-        return (
-            repr(value) if isinstance(value, float) or value.bit_length() < 256 else "a huge number"
-        )
-    if isinstance(value, str):
-        return repr(value if len(value) <= 40 else value[:37] + "...")
-    if isinstance(value, dict):
-        if not value:
-            return "an empty object"
-        keys = [repr(str(key)[:40]) for key in list(value)[:4]]
-        more = ", ..." if len(value) > 4 else ""
-        return f"an object with {'key' if len(value) == 1 else 'keys'} {', '.join(keys)}{more}"
-    if isinstance(value, (list, tuple)):
-        return f"an array of {len(value)}" if value else "an empty array"
-    return f"a value of type {type(value).__name__}"
-
-
-def check_text(text: object, what: str) -> UsageError | None:
-    """The error with a text, if any. what: the text's name in the message."""
-    if not isinstance(text, str):
-        return UsageError(f"{what} is not a string", expected="a string", found=describe(text))
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            return UsageError(
-                f"{what} is not valid Unicode",
-                expected="text without lone surrogates",
-                found=f"U+{ord(text[error.start]):04X} at character {error.start + 1}",
-            )
-    return None
-
-
-def check_model(model: object) -> UsageError | None:
-    """The error with a model's name, if any."""
-    if model == "":
-        return UsageError("the model of g is empty", expected="a model's name", found="''")
-    return check_text(model, "the model of g")
-
-
-def check_max_tokens(value: object) -> UsageError | None:
-    """The error with this ``max_tokens``, if any."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if value is None or (whole and 0 <= value <= MAX_MAX_TOKENS):  # type: ignore[operator]
-        return None
-    return UsageError(
-        "max_tokens is not a token count",
-        expected=f"a whole number from 0 to {MAX_MAX_TOKENS} (0: the engine's default) or null",
-        found=describe(value),
-    )
-
-
-def check_temperature(value: object) -> UsageError | None:
-    """The error with this ``temperature``, if any."""
-    if value is None:
-        return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        try:
-            if math.isfinite(value) and value >= 0:
-                return None
-        except OverflowError:  # an integer no float can hold
-            pass
-    return UsageError(
-        "temperature is out of range",
-        expected="a finite number, 0 or more, or null",
-        found=describe(value),
-    )
-
-
-def walk(root: Node) -> Iterator[tuple[Path, Node]]:
-    """Every node with its path, parents before children, in document order."""
-    stack = [(ROOT, root)]
-    while stack:
-        path, node = stack.pop()
-        yield path, node
-        children = node.children
-        for index in range(len(children) - 1, -1, -1):
-            stack.append((node.child_path(path, index), children[index]))
-
-
-def each(root: Node) -> Iterator[Node]:
-    """Every node, parents before children, in document order; ``walk`` without the paths."""
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        yield node
-        stack.extend(reversed(node.children))
-
-
-_last_kinds: tuple[Node, frozenset[str]] | None = None
-
-
-def kinds_in(root: Node) -> frozenset[str]:
-    """The kinds of all nodes. Remembered for the tree that was asked about last."""
-    global _last_kinds
-    last = _last_kinds
-    if last is None or last[0] is not root:
-        last = _last_kinds = (root, frozenset({node.kind for node in each(root)}))
-    return last[1]
-
-
-def fold(
-    root: Node,
-    combine: Callable[[Node, list[T], Path], T],
-    into: Callable[[Node], bool] = lambda node: True,
-) -> T:
-    """Reduce a tree from the leaves up, children from left to right.
-
-    combine: gets a node, the results of its children, and its path.
-    into: whether to go below a node; where it says no, combine gets no results.
-
-    >>> from kvspan.query.builders import cross, user
-    >>> fold(cross("a", cross("b", "c")), lambda node, below, path: 1 + sum(below))
-    5
-    """
-    results: list[T] = []
-    stack: list[tuple[Node, Path, int]] = [(root, ROOT, -1)]  # -1: not opened yet
-    while stack:
-        node, path, waiting = stack.pop()
-        if waiting >= 0:
-            below = results[len(results) - waiting :]
-            del results[len(results) - waiting :]
-            results.append(combine(node, below, path))
-            continue
-        children = node.children if into(node) else ()
-        stack.append((node, path, len(children)))
-        for index in range(len(children) - 1, -1, -1):
-            stack.append((children[index], node.child_path(path, index), -1))
-    return results[0]
-
-
-def transform(
-    root: Node,
-    change: Callable[[Node, Path], Node],
-    into: Callable[[Node], bool] = lambda node: True,
-) -> Node:
-    """Replace nodes from the leaves up. What does not change stays the same object.
-
-    change: gets a node whose children have been replaced already, and its path in ``root``.
-    """
-
-    def combine(node: Node, below: list[Node], path: Path) -> Node:
-        if any(new is not old for new, old in zip(below, node.children, strict=False)):
-            node = node.with_children(below)
-        return change(node, path)
-
-    return fold(root, combine, into)
-
-
-def rebuild(root: Node, expand: Callable[[Node], Sequence[Node]]) -> Node:
-    """Replace child lists from the root down: ``expand`` says which children a node is to have.
-
-    Unlike ``transform`` this can splice a chain of nested joins in one go, at linear cost. Where
-    ``expand`` returns ``node.children`` itself all the way down, the same object comes back.
-    """
-    results: list[Node] = []
-    stack: list[tuple[Node, int]] = [(root, -1)]
-    while stack:
-        node, waiting = stack.pop()
-        if waiting >= 0:
-            below = results[len(results) - waiting :]
-            del results[len(results) - waiting :]
-            old = node.children
-            same = len(old) == len(below) and all(a is b for a, b in zip(old, below, strict=True))
-            results.append(node if same else node.with_children(below))
-            continue
-        children = expand(node)
-        stack.append((node, len(children)))
-        stack.extend((child, -1) for child in reversed(children))
-    return results[0]
-
-
-def count_nodes(root: Node) -> int:
-    """Number of nodes."""
-    return sum(1 for _ in each(root))

@@ -30,7 +30,7 @@ from kvspan.query.context import Context as Context
 from kvspan.query.context import Nested, Order, SpanHistory
 from kvspan.query.engines import distribute_plus, plain_prompts, reasons
 from kvspan.query.forms import mark_origins
-from kvspan.query.nodes import Node, Path, count_nodes
+from kvspan.query.nodes import Node, Path
 from kvspan.query.retrieval import Retriever, desugar_retrieval
 from kvspan.query.rules import (
     desugar_chat,
@@ -42,6 +42,7 @@ from kvspan.query.rules import (
     unroll,
 )
 from kvspan.query.spans import keep_inputs, moves, order_spans, split_reduce
+from kvspan.query.traverse import count_nodes
 
 # Rules shrink the tree or apply once, so a few passes do; a rule that never settles is a bug.
 MAX_PASSES = 20

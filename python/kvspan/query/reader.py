@@ -12,41 +12,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvspan.errors import UsageError
-from kvspan.query.forms import (
-    EXTENSION,
-    EXTENSION_KINDS,
-    KINDS,
-    ORDER_WORDS,
-    PLACEMENT_WORDS,
-    SCOPE_WORDS,
-    Augment,
-    Map,
-    Monad,
-    Options,
-    Print,
-    Reduce,
-    Repeat,
-    Retrieve,
-    Zip,
+from kvspan.query.checks import (
     check_count,
     check_flag,
-    check_word,
-)
-from kvspan.query.nodes import (
-    ROOT,
-    Cross,
-    Generate,
-    Join,
-    Node,
-    Path,
-    Text,
-    User,
     check_max_tokens,
     check_model,
     check_temperature,
     check_text,
+    check_word,
     describe,
 )
+from kvspan.query.extensions import (
+    EXTENSION,
+    EXTENSION_KINDS,
+    ORDER_WORDS,
+    PLACEMENT_WORDS,
+    SCOPE_WORDS,
+    Options,
+    Reduce,
+    Retrieve,
+)
+from kvspan.query.forms import KINDS, Augment, Map, Monad, Print, Repeat, Zip
+from kvspan.query.nodes import ROOT, Cross, Generate, Join, Node, Path, Text, User
 
 
 class QueryWarning(UserWarning):

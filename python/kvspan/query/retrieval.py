@@ -12,20 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kvspan.errors import KvspanError, UsageError
-from kvspan.query.forms import Augment, Map, Monad, Print, Retrieve
-from kvspan.query.nodes import (
-    ROOT,
-    Cross,
-    Generate,
-    Node,
-    Path,
-    Plus,
-    Text,
-    User,
-    describe,
-    fold,
-    kinds_in,
-)
+from kvspan.query.checks import describe
+from kvspan.query.extensions import Retrieve
+from kvspan.query.forms import Augment, Map, Monad, Print
+from kvspan.query.nodes import ROOT, Cross, Generate, Node, Path, Plus, Text, User
+from kvspan.query.traverse import fold, kinds_in
 
 if TYPE_CHECKING:
     from kvspan.query.context import Context

@@ -11,21 +11,10 @@ from collections.abc import Sequence
 from kvspan.errors import UsageError
 from kvspan.query import expand
 from kvspan.query.context import Context
-from kvspan.query.forms import Monad, Options, has_generate
-from kvspan.query.nodes import (
-    Cross,
-    Generate,
-    Join,
-    Node,
-    Path,
-    Plus,
-    Seq,
-    Text,
-    each,
-    kinds_in,
-    rebuild,
-    transform,
-)
+from kvspan.query.extensions import Options
+from kvspan.query.forms import Monad
+from kvspan.query.nodes import Cross, Generate, Join, Node, Path, Plus, Seq, Text
+from kvspan.query.traverse import each, has_generate, kinds_in, rebuild, transform
 
 
 def desugar_chat(query: Node, context: Context) -> Node:

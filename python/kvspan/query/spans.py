@@ -8,20 +8,10 @@ from typing import Any
 
 from kvspan.errors import UsageError
 from kvspan.query.context import Context, SpanHistory
-from kvspan.query.forms import Augment, Map, Monad, Options, Print, Reduce, Retrieve, content_keys
-from kvspan.query.nodes import (
-    ROOT,
-    Cross,
-    Generate,
-    Node,
-    Path,
-    Plus,
-    Text,
-    each,
-    fold,
-    kinds_in,
-    transform,
-)
+from kvspan.query.extensions import Options, Reduce, Retrieve
+from kvspan.query.forms import Augment, Map, Monad, Print
+from kvspan.query.nodes import ROOT, Cross, Generate, Node, Path, Plus, Text
+from kvspan.query.traverse import content_keys, each, fold, kinds_in, transform
 
 _Key = tuple[Any, ...]
 ROUNDS = "rounds"  # the step in the origin of a call that a reduction was split into

@@ -15,7 +15,8 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any, NoReturn
 
 from kvspan.errors import UsageError
-from kvspan.query.nodes import Path, describe
+from kvspan.query.checks import describe
+from kvspan.query.nodes import Path
 
 # Aliases let a short YAML text stand for a very large value; beyond this it is refused.
 MAX_ALIASED_VALUES = 1_000_000

@@ -11,20 +11,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from kvspan.query.forms import (
-    EXTENSION,
-    Augment,
-    Map,
-    Monad,
-    Options,
-    Print,
-    Reduce,
-    Repeat,
-    Retrieve,
-    Zip,
-)
+from kvspan.query.extensions import EXTENSION, Options, Reduce, Retrieve
+from kvspan.query.forms import Augment, Map, Monad, Print, Repeat, Zip
 from kvspan.query.lisp import to_lisp as to_lisp
-from kvspan.query.nodes import Generate, Node, Path, Text, fold
+from kvspan.query.nodes import Generate, Node, Path, Text
+from kvspan.query.traverse import fold
 
 # Control characters, and line breaks that YAML parsers fold or disagree on: need double quotes.
 _ESCAPED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\xa0\u2028\u2029\ufeff]")

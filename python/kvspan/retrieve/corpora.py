@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kvspan.errors import UsageError
-from kvspan.query.nodes import describe
+from kvspan.query.checks import describe
 from kvspan.query.retrieval import Corpus, CorpusPaths
 from kvspan.retrieve.chunking import DEFAULT_SIZE, cut
 from kvspan.retrieve.documents import read_documents

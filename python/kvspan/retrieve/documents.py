@@ -16,7 +16,7 @@ from typing import Any
 
 from kvspan.errors import UsageError
 from kvspan.extras import importing
-from kvspan.query.nodes import describe
+from kvspan.query.checks import describe
 
 TEXT = (".txt", ".text", ".rst")
 MARKDOWN = (".md", ".markdown")

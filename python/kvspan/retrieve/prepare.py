@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvspan.engine import GenerateRequest, Placement, Scope
-from kvspan.query.plan import Message, Span
+from kvspan.query.prompt import Message, Span
 from kvspan.retrieve.chunking import Chunk
 
 if TYPE_CHECKING:

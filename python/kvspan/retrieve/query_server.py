@@ -10,8 +10,8 @@ from kvspan.engine import GenerateRequest, GenerateResult, Reuse, Timings, Usage
 from kvspan.engine.openai import OpenAIEngine
 from kvspan.engine.openai_errors import EngineStatusError, explained
 from kvspan.errors import KvspanError
-from kvspan.query.forms import EXTENSION
-from kvspan.query.plan import Message
+from kvspan.query.extensions import EXTENSION
+from kvspan.query.prompt import Message
 
 PATH = "/query/execute"
 _REUSE = {field.name for field in fields(Reuse)}

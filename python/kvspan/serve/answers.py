@@ -14,7 +14,7 @@ from kvspan import __version__
 from kvspan.engine import GenerateRequest, GenerateResult, Scope, Usage
 from kvspan.executor import derive_seed
 from kvspan.layout import SpanLayout, layout_from_tokens
-from kvspan.query.plan import Message, Prompt, Span
+from kvspan.query.prompt import Message, Prompt, Span
 from kvspan.serve.errors import APIError
 from kvspan.serve.schema import ChatRequest, CompletionRequest, read
 from kvspan.serve.service import Service

@@ -18,10 +18,12 @@ from kvspan.engine import PLACEMENTS, SCOPES
 from kvspan.errors import UsageError
 from kvspan.executor import arun, plan_query
 from kvspan.query.context import NESTED, ORDERS
-from kvspan.query.forms import Map, Options, Reduce, Repeat
-from kvspan.query.nodes import Generate, Node, Path, fold
+from kvspan.query.extensions import Options, Reduce
+from kvspan.query.forms import Map, Repeat
+from kvspan.query.nodes import Generate, Node, Path
 from kvspan.query.plan import Call, Plan
 from kvspan.query.read import loads
+from kvspan.query.traverse import fold
 from kvspan.serve.answers import ChatShape, Emit, Envelope, Job, TextShape, usage_of
 from kvspan.serve.errors import APIError, UnknownModelError
 from kvspan.serve.service import Service

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from kvspan.engine import Placement, Scope
-from kvspan.query.nodes import check_text, describe
+from kvspan.query.checks import check_text, describe
 from kvspan.serve.errors import APIError
 
 IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")

@@ -16,7 +16,7 @@ from kvspan.engine import GenerateRequest, Placement
 from kvspan.errors import UsageError
 from kvspan.layout import SpanLayout
 from kvspan.parentheses import Parentheses
-from kvspan.query.nodes import describe
+from kvspan.query.checks import describe
 from kvspan.serve.answers import chat_prompt
 from kvspan.serve.errors import APIError
 from kvspan.serve.schema import ChatRequest, CompletionRequest, Extension, read
