@@ -74,6 +74,24 @@ def test_read_past_memory_that_has_no_room(tmp_path: Path) -> None:
         assert tier.view(b"a") is None
 
 
+def test_what_is_still_written_comes_to_disk_at_the_end(tmp_path: Path) -> None:
+    """Under its last name: its bytes may change before, and its checksum would be another's."""
+    with open_tier(tmp_path) as tier:
+        entry = tier.reserve(None, 1000)
+        assert entry is not None and entry.publish(b"part", 1.0)
+        tier.flush()
+        assert not list(tmp_path.glob("*/*.kv"))
+        at = 0
+        for page in entry.pages:
+            page[:] = np.frombuffer(content(b"whole"), np.uint8)[at : at + len(page)]
+            at += len(page)
+        assert entry.publish(b"whole", 1.0)
+        entry.commit()
+    with open_tier(tmp_path) as tier:
+        assert tier.stored_keys() == [b"whole"]
+        assert fetch(tier, b"whole") == content(b"whole")
+
+
 def test_disk_budget(tmp_path: Path) -> None:
     with open_tier(tmp_path, disk_bytes=5_000) as tier:
         for i in range(10):

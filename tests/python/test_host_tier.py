@@ -145,6 +145,53 @@ def test_reservations(tier: HostTier) -> None:
     assert tier.stats().refusals == {"exists": 1}
 
 
+class TestPublishedWhileWritten:
+    """An entry that is found, under one name after the other, while its writer goes on."""
+
+    def test_found_under_its_latest_key(self, tier: HostTier) -> None:
+        entry = tier.reserve(None, 2 * PAGE, kind="hidden")
+        assert entry is not None and not tier.stored_keys()
+        entry.pages[0][:PAGE] = 1
+        assert entry.publish(b"half", 5.0)
+        with tier.view(b"half") as view:  # type: ignore[union-attr]
+            assert view.spans == entry.spans and view.pages[0][0] == 1
+            entry.pages[0][PAGE:] = 2
+            assert entry.publish(b"whole", 9.0)
+            assert tier.stored_keys() == [b"whole"]
+            entry.commit()
+        assert fetch(tier, b"whole", 2 * PAGE) == bytes([1]) * PAGE + bytes([2]) * PAGE
+        with pytest.raises(ValueError, match="this reservation has ended"):
+            entry.publish(b"later", 1.0)
+
+    def test_its_writer_keeps_it(self, tier: HostTier) -> None:
+        entry = tier.reserve(None, 4 * PAGE)
+        assert entry is not None and entry.publish(b"a", 0.0)
+        assert not tier.put(b"wide", bytes(5 * PAGE), cost=99), "it is not evicted"
+        tier.remove(b"a")
+        assert not tier.put(b"wide", bytes(5 * PAGE), cost=99), "nor its memory given away"
+        assert entry.publish(b"b", 0.0) and b"b" in tier
+        entry.commit()
+        assert tier.put(b"wide", bytes(5 * PAGE), cost=99) and b"b" not in tier
+
+    def test_a_key_of_another_entry(self, tier: HostTier) -> None:
+        tier.put(b"a", content(b"a", PAGE), cost=1)
+        reserved = tier.reserve(b"c", PAGE, cost=1)
+        entry = tier.reserve(None, 6 * PAGE)
+        assert entry is not None and reserved is not None
+        assert entry.publish(b"b", 1.0) and not entry.publish(b"a", 1.0)
+        assert not entry.publish(b"c", 1.0) and tier.stored_keys() == [b"a"]
+        entry.commit()
+        reserved.commit()
+        assert fetch(tier, b"a", PAGE) == content(b"a", PAGE)
+        assert tier.put(b"d", bytes(6 * PAGE), cost=1), "what has no name is given back"
+
+    def test_aborted(self, tier: HostTier) -> None:
+        entry = tier.reserve(None, 8 * PAGE)
+        assert entry is not None and entry.publish(b"a", 1.0)
+        entry.abort()
+        assert b"a" not in tier and tier.put(b"b", bytes(8 * PAGE), cost=1)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -34,8 +34,9 @@ The calls:
     As they say. A pinned entry is not evicted; pins are counted. A removed entry is not found any
     more; its memory is free once its last pin is.
 
-Memory is one piece, ``memory_bytes`` long or given by the caller (page-locked, say), cut into pages
-of ``page_bytes``; an entry has whole pages that lie anywhere, so memory never fragments.
+Memory is one piece, ``memory_bytes`` long or given by the caller (a :class:`SharedMemory`, say, that
+other processes map, to write at a reservation's ``spans``), cut into pages of ``page_bytes``; an
+entry has whole pages that lie anywhere, so memory never fragments.
 
 :class:`CopyQueue` moves entries in the background, between ``pages`` and blocks of a pool:
 
@@ -63,6 +64,7 @@ never wrong bytes.
 from kvspan.host.copying import CopyJob, CopyQueue
 from kvspan.host.disk import DiskLevel
 from kvspan.host.entries import Reservation, View
+from kvspan.host.shared import SharedMemory, map_shared
 from kvspan.host.stats import HostStats, LevelStats
 from kvspan.host.tier import HostTier
 
@@ -74,5 +76,7 @@ __all__ = [
     "HostTier",
     "LevelStats",
     "Reservation",
+    "SharedMemory",
     "View",
+    "map_shared",
 ]
