@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
@@ -361,23 +360,14 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
                 self._vllm_config, self._kv_cache_config, self._store, self._options.pair
             )
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, ReplayMetadata)
-        if self._replayer is None:
-            return
-        self._replayer.begin_step(bool(connector_metadata.works))
-
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, ReplayMetadata)
         if not metadata.loads:
             return
         assert self._replayer is not None
-        self._replayer.begin_step(False)  # replays are no passes of the step
         for load in metadata.loads:
             self._replayer.restore(load.plan, load.track, load.begun)
-        self._replayer.begin_step(bool(metadata.works))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return  # restored before the pass

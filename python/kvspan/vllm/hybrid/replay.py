@@ -6,11 +6,11 @@ they rebuild has the bits of an ordinary prefill of the same tokens.
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvspan.hybrid.groups import LINEAR, Group, layer_map
+from kvspan.vllm.hybrid.capture import capture_streams, stream
 from kvspan.vllm.hybrid.layers import (
     find_decoder,
     load,
@@ -83,8 +84,6 @@ class Replayer:
         self._context = self.config.compilation_config.static_forward_context
         self._attention_layers = list(self.caches.kv_cache_groups[self._attention].layer_names)
         self.attention_layer = self._attention_layers[0]
-        self._captured: dict[int, torch.Tensor] = {}
-        self._capturing = False
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvspan-copy")
         self.copy_delay = 0.0  # seconds added to every restore's copy, for tests of the overlap
         self._model = model = find_decoder(self._context)
@@ -97,17 +96,13 @@ class Replayer:
             for index, layer in enumerate(model.layers)
             if layer.layer_type == LINEAR
         }
-        for index in self.streams:
-            model.layers[index].register_forward_hook(self._keeper(index))
-
-    def _keeper(self, index: int) -> Callable[..., None]:
-        def keep(_module: torch.nn.Module, _args: Any, output: Any) -> None:
-            if self._capturing:
-                hidden, residual = output
-                both = torch.cat([hidden, residual], -1) if self.pair else hidden + residual
-                self._captured[index] = both
-
-        return keep
+        self.capture = capture_streams(
+            model,
+            self.config.scheduler_config.max_num_batched_tokens,
+            self.config.model_config.dtype,
+            self.hidden_size,
+            self.pair,
+        )
 
     def _slot(self, layer: int, table: Table, position: int) -> int:
         """The block with the layer's state once `position` tokens have been run."""
@@ -119,27 +114,20 @@ class Replayer:
 
     # Capture.
 
-    def begin_step(self, capturing: bool) -> None:
-        """Before the forward pass: whether it leaves anything behind."""
-        self._captured.clear()
-        self._capturing = capturing
-
     @torch.inference_mode()
     def keep(self, works: list[Work], slots: torch.Tensor | None) -> None:
         """After the forward pass: store what it left behind. slots: of its rows, attention's."""
-        self._capturing = False
+        if sys.exc_info()[0] is not None:
+            return  # the pass failed, and what the last one left is still there
         rows: dict[int, int] = {}
-        streams = None
         if any(work.count for work in works):
-            if slots is None or len(self._captured) < len(self.streams):
-                return  # the pass failed
+            assert slots is not None
             rows = {slot: row for row, slot in enumerate(slots.tolist())}
-            streams = torch.stack([self._captured[i] for i in self.streams])
+        streams = [self.capture.rows(stream(index)) for index in self.streams]
         geometry = self.store.geometry
         size = geometry.size
         for work in works:
             if work.count:
-                assert streams is not None
                 first = rows[work.first_block * size + work.start % size]
                 done = 0
                 for page in work.pages:
@@ -147,8 +135,8 @@ class Replayer:
                     n = min(size - offset, work.count - done)
                     if page.filled == offset:
                         kept = geometry.hidden(self.store.open(page))[:, offset : offset + n]
-                        part = streams[:, first + done : first + done + n]
-                        np.copyto(kept, to_bytes(part))
+                        for into, held in zip(kept, streams, strict=True):
+                            np.copyto(into, to_bytes(held[first + done : first + done + n]))
                         page.filled = offset + n
                     done += n
             for page, block, saved in work.copies:
@@ -159,7 +147,6 @@ class Replayer:
             if work.keep_state is not None:
                 end = work.start + work.count
                 self._keep_state(work.track, end, work.keep_state, work.saves)
-        self._captured.clear()
 
     def _keep_state(self, track: Track, position: int, table: Table, saves: int) -> None:
         parts = []
