@@ -8,6 +8,8 @@ import json
 import sys
 from dataclasses import asdict
 
+from kvspan import cli_options
+
 EPILOG = """\
 A line of IN is a query in JSON, or {"id": ..., "query": ...}. OUT gets one line for each, in the
 same order: {"index", "id", "answers", "usage"}, or {"index", "id", "error"} for a query that could
@@ -20,33 +22,36 @@ is complete, OUT.journal lies beside OUT. Exit status: 1 if any query failed.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    from kvspan import cli
-
     add = parser.add_argument
     add("file", metavar="IN.jsonl", help="queries, one a line")
     add("-o", "--output", metavar="OUT.jsonl", required=True, help="results, one a line")
     add("--overwrite", action="store_true", help="replace OUT, also that of an unfinished run")
     add(
         "--window",
-        type=cli.whole(1),
+        type=cli_options.whole(1),
         default=1024,
         metavar="N",
         help="queries in memory, and put in order, at a time (default %(default)s)",
     )
     add(
         "--parallel",
-        type=cli.whole(1),
+        type=cli_options.whole(1),
         default=8,
         metavar="N",
         help="queries that run at the same time (default %(default)s)",
     )
     add("--no-reorder", action="store_true", help="run queries in the order they come")
-    add("--concurrency", type=cli.whole(1), default=16, metavar="N", help="calls of one query that "
-        "may run at the same time (default %(default)s)")  # fmt: skip
+    add(
+        "--concurrency",
+        type=cli_options.whole(1),
+        default=16,
+        metavar="N",
+        help="calls of one query that may run at the same time (default %(default)s)",
+    )
     add("--audit", metavar="FILE", help="append a record of every request to FILE (JSON Lines)")
-    cli.add_query_options(parser)
-    cli.add_run_options(parser)
-    cli.add_engine_options(parser)
+    cli_options.add_query_options(parser)
+    cli_options.add_run_options(parser)
+    cli_options.add_engine_options(parser)
 
 
 def _note(args: argparse.Namespace, line: str) -> None:
@@ -72,14 +77,14 @@ def main(args: argparse.Namespace) -> int:
         summary = run_bulk(
             args.file,
             args.output,
-            open=lambda model: cli.open_engine_with(args, model, loading),
+            open=lambda model: cli_options.open_engine_with(args, model, loading),
             on_progress=lambda done, total: bars("bulk", done, total),
             window=args.window,
             parallel=args.parallel,
             reorder=not args.no_reorder,
             lenient=args.lenient,
             overwrite=args.overwrite,
-            **cli.run_options(args),
+            **cli_options.run_options(args),
             retriever=retriever,
             on_audit=audit,
         )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from kvspan import cli_options, cli_server
 from kvspan.errors import UsageError, printable
 
 if TYPE_CHECKING:
@@ -51,8 +52,6 @@ def add_retrieval_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
-    from kvspan.cli import whole
-
     add = parser.add_argument
     add(
         "--search",
@@ -63,14 +62,14 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--fragments",
-        type=whole(1),
+        type=cli_options.whole(1),
         default=5,
         metavar="N",
         help="fragments that are retrieved where the query sets no limit (default %(default)s)",
     )
     add(
         "--chunk-size",
-        type=whole(100),
+        type=cli_options.whole(100),
         default=1000,
         metavar="CHARACTERS",
         help="most characters of a fragment, about 4 to a token of English (default %(default)s)",
@@ -154,8 +153,6 @@ def prepared_line(prepared: Prepared, seconds: float) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    from kvspan import cli
-
     add = parser.add_argument
     add("path", metavar="PATH", help="a file or a folder")
     add_search_options(parser)
@@ -164,20 +161,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prepare", action="store_true", help="have the engine compute every chunk (with --model)")
     add(
         "--model",
-        type=cli.model_name,
+        type=cli_options.model_name,
         metavar="ID_OR_PATH",
         help="count tokens with its tokenizer; with --prepare, the model that prepares",
     )
     add("--system", default="", metavar="TEXT", help="the text before the passages, for --prepare")
     add("--salt", default="", help="tenant salt, for --prepare")
     add("--scope", choices=("anchored", "isolated"), default="anchored", help="for --prepare")
-    add("--block-size", type=cli.whole(1), default=16, metavar="TOKENS", help="for --prepare "
-        "(default %(default)s)")  # fmt: skip
-    add("--concurrency", type=cli.whole(1), default=16, metavar="N", help="chunks prepared at the "
-        "same time (default %(default)s)")  # fmt: skip
+    add(
+        "--block-size",
+        type=cli_options.whole(1),
+        default=16,
+        metavar="TOKENS",
+        help="for --prepare (default %(default)s)",
+    )
+    add(
+        "--concurrency",
+        type=cli_options.whole(1),
+        default=16,
+        metavar="N",
+        help="chunks prepared at the same time (default %(default)s)",
+    )
     add("--json", action="store_true", help="print one JSON object")
     add("--quiet", action="store_true", help="no progress and no notes")
-    cli.add_engine_options(parser)
+    cli_options.add_engine_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -239,7 +246,6 @@ def _spread(counts: Sequence[int]) -> dict[str, int]:
 
 def _token_counts(args: argparse.Namespace, index: Index) -> dict[str, int] | None:
     """Tokens of the chunks; None for a server's model, whose tokenizer is not here."""
-    from kvspan import cli_server
     from kvspan.extras import engine_extra, importing
 
     if cli_server.is_server(args):
@@ -283,11 +289,10 @@ def _prepare(args: argparse.Namespace, index: Index) -> tuple[Prepared, float]:
 
 def _open_engine(args: argparse.Namespace, bars: ProgressBars) -> Engine:
     """The engine that prepares. A server gets span queries if it takes them."""
-    from kvspan import cli, cli_server
     from kvspan.extras import importing
 
     if not cli_server.is_server(args):
-        return cli.open_engine_with(args, args.model, bars)
+        return cli_options.open_engine_with(args, args.model, bars)
     with importing("openai"):
         from kvspan.retrieve.query_server import QueryServer
     return QueryServer(

@@ -21,7 +21,7 @@ SAMPLE_TOKENS = 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from kvspan.cli import model_name, whole
+    from kvspan.cli_options import model_name, whole
 
     add = parser.add_argument
     add("model", type=model_name, metavar="MODEL", help="a folder, a hub id or 'demo'")

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvspan import cli, cli_index
+from kvspan import cli, cli_index, cli_options
 from kvspan.errors import KvspanError, UsageError, printable
 
 if TYPE_CHECKING:
@@ -92,9 +92,9 @@ def run_command(args: argparse.Namespace) -> int:
         audit = stack.enter_context(AuditFile(args.audit)) if args.audit else None
         result = run(
             query,
-            open=lambda model: cli.open_engine_with(args, model, bars),
+            open=lambda model: cli_options.open_engine_with(args, model, bars),
             on_text=on_text if streaming else None,
-            **cli.run_options(args),
+            **cli_options.run_options(args),
             retriever=retriever,
             keep_going=args.keep_going,
             on_print=lambda line: _say(args, printable(line)),

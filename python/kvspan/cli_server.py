@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from kvspan import cli_options
 from kvspan.errors import UsageError
 from kvspan.extras import importing
 
@@ -30,14 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--server-timeout",
-        type=_seconds,
+        type=cli_options.number(None, "more than 0"),
         default=600.0,
         metavar="SECONDS",
         help="how long a server may be silent (default %(default)g)",
     )
     add(
         "--server-retries",
-        type=_count,
+        type=cli_options.whole(0),
         default=4,
         metavar="N",
         help="further attempts after 429, 5xx and lost connections (default %(default)s)",
@@ -66,15 +67,3 @@ def open_server(args: argparse.Namespace, model: str) -> Engine:
             max_retries=args.server_retries,
             max_concurrency=getattr(args, "concurrency", 16),
         )
-
-
-def _seconds(text: str) -> float:
-    from kvspan.cli import number
-
-    return float(number(None, "more than 0")(text))
-
-
-def _count(text: str) -> int:
-    from kvspan.cli import whole
-
-    return int(whole(0)(text))

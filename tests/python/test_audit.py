@@ -8,7 +8,19 @@ import json
 import pytest
 
 from fakes import FakeEngine
-from kvspan import KvspanError, UsageError, cli, cross, g, monad, plus, reduce, run, system
+from kvspan import (
+    KvspanError,
+    UsageError,
+    cli,
+    cli_options,
+    cross,
+    g,
+    monad,
+    plus,
+    reduce,
+    run,
+    system,
+)
 from kvspan.audit import AuditFile
 from kvspan.engine import GenerateRequest
 from kvspan.query.write import to_json
@@ -101,7 +113,7 @@ def test_failures_are_recorded_too() -> None:
 
 
 def test_the_file_is_appended_to(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(cli, "open_engine_with", lambda args, model, bars: FakeEngine())
+    monkeypatch.setattr(cli_options, "open_engine_with", lambda args, model, bars: FakeEngine())
     query, log = tmp_path / "q.json", tmp_path / "audit.jsonl"
     query.write_text(to_json(plus(g("M", "a"), g("M", "b"))))
     for _ in range(2):
@@ -120,7 +132,9 @@ def test_a_command_that_keeps_going_fails_in_the_end(tmp_path, monkeypatch, caps
             raise KvspanError("out of luck")
         return "fine"
 
-    monkeypatch.setattr(cli, "open_engine_with", lambda args, model, bars: FakeEngine(answer))
+    monkeypatch.setattr(
+        cli_options, "open_engine_with", lambda args, model, bars: FakeEngine(answer)
+    )
     query = tmp_path / "q.json"
     query.write_text(to_json(plus(g("M", "bad"), g("M", "good"))))
     assert cli.main(["run", str(query), "--keep-going"]) == 1

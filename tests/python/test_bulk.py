@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import FakeEngine, digest_answer, prompt_text
-from kvspan import KvspanError, UsageError, bulk, cli, cross, g, plus
+from kvspan import KvspanError, UsageError, bulk, cli, cli_options, cross, g, plus
 from kvspan.bulk import run_bulk
 from kvspan.query.bulk_order import fragment_keys, greedy_order
 from kvspan.query.write import to_json, to_obj
@@ -315,7 +315,7 @@ def test_the_command(tmp_path, capsys, monkeypatch) -> None:
         return engines[-1]
 
     engines = [FakeEngine(digest_answer)]
-    monkeypatch.setattr(cli, "open_engine_with", open_engine)
+    monkeypatch.setattr(cli_options, "open_engine_with", open_engine)
     source, out = write_queries(tmp_path / "in.jsonl", 5), tmp_path / "out.jsonl"
     words = ["bulk", str(source), "-o", str(out), "--audit", str(tmp_path / "audit.jsonl")]
     assert cli.main(words) == 0

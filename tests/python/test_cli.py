@@ -15,7 +15,7 @@ import pytest
 
 import kvspan
 from fakes import FakeEngine, prompt_text
-from kvspan import KvspanError, UsageError, cli
+from kvspan import KvspanError, UsageError, cli, cli_options
 from kvspan.engine import GenerateRequest
 from kvspan.query.read import from_obj
 from kvspan.query.write import to_json, to_yaml
@@ -35,7 +35,7 @@ def echo(request: GenerateRequest) -> str:
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """What every model opens to, in this process."""
     fake = FakeEngine(answer=echo)
-    monkeypatch.setattr(cli, "open_engine_with", lambda args, model, bars: fake)
+    monkeypatch.setattr(cli_options, "open_engine_with", lambda args, model, bars: fake)
     return fake
 
 
@@ -154,7 +154,7 @@ def test_streaming_prints_pieces_as_they_come(query_file, monkeypatch, capsys) -
             on_text("second")
             return await super().generate(request)
 
-    monkeypatch.setattr(cli, "open_engine_with", lambda *_: Looking(answer=echo))
+    monkeypatch.setattr(cli_options, "open_engine_with", lambda *_: Looking(answer=echo))
     assert cli.main(["run", query_file, "--stream", "--quiet"]) == 0
     assert seen == ["first "]
     assert capsys.readouterr().out == "second\n"
@@ -178,7 +178,7 @@ def test_notes_of_the_engine_are_shown_once(query_file, monkeypatch, capsys) -> 
             result.reuse.notes += ["spans not reused: ALiBi", "spans not reused: ALiBi"]
             return result
 
-    monkeypatch.setattr(cli, "open_engine_with", lambda *_: Noting())
+    monkeypatch.setattr(cli_options, "open_engine_with", lambda *_: Noting())
     assert cli.main(["run", query_file]) == 0
     err = capsys.readouterr().err.splitlines()
     assert err[0] == "kvspan: note: $: spans not reused: ALiBi"
@@ -274,7 +274,7 @@ def test_failing_calls(query_file, monkeypatch, capsys, raised, status: int, mes
     def fail(request: GenerateRequest) -> str:
         raise raised
 
-    monkeypatch.setattr(cli, "open_engine_with", lambda *_: FakeEngine(answer=fail))
+    monkeypatch.setattr(cli_options, "open_engine_with", lambda *_: FakeEngine(answer=fail))
     assert cli.main(["run", query_file]) == status
     out, err = capsys.readouterr()
     assert (out, err) == ("", f"kvspan: error: {query_file}: {message}".rstrip() + "\n")
@@ -284,7 +284,7 @@ def test_models_that_cannot_be_opened(query_file, monkeypatch, capsys) -> None:
     def missing(args, model, bars):
         raise UsageError(f"model {model}: not found")
 
-    monkeypatch.setattr(cli, "open_engine_with", missing)
+    monkeypatch.setattr(cli_options, "open_engine_with", missing)
     assert cli.main(["run", query_file]) == 2
     assert cli.main(["run", query_file, "--model", "other"]) == 2
     assert capsys.readouterr().err.splitlines() == [
@@ -305,7 +305,7 @@ def test_bugs_are_one_line_unless_asked(query_file, monkeypatch, capsys) -> None
     def bug(*_):
         raise AttributeError("no such thing")
 
-    monkeypatch.setattr(cli, "open_engine_with", bug)
+    monkeypatch.setattr(cli_options, "open_engine_with", bug)
     assert cli.main(["run", query_file]) == 1
     line = "kvspan: error: internal error: AttributeError: no such thing"
     line += " (KVSPAN_DEBUG=1 shows where)\n"
@@ -363,7 +363,7 @@ INTERRUPTED = """
 import asyncio, sys
 sys.path.insert(0, {here!r})
 from fakes import FakeEngine
-from kvspan import cli
+from kvspan import cli, cli_options
 
 class Endless(FakeEngine):
     async def generate(self, request, on_text=None):
@@ -378,7 +378,7 @@ class Endless(FakeEngine):
     def close(self):
         print("closed", file=sys.stderr, flush=True)
 
-cli.open_engine_with = lambda *_: Endless()
+cli_options.open_engine_with = lambda *_: Endless()
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -409,8 +409,8 @@ FLOOD = """
 import sys
 sys.path.insert(0, {here!r})
 from fakes import FakeEngine
-from kvspan import cli
-cli.open_engine_with = lambda *_: FakeEngine(answer=lambda request: "word " * 100000)
+from kvspan import cli, cli_options
+cli_options.open_engine_with = lambda *_: FakeEngine(answer=lambda request: "word " * 100000)
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -546,7 +546,7 @@ def test_failures_that_do_not_stop_a_run_name_the_file(tmp_path, monkeypatch, ca
             raise KvspanError("the pool is full")
         return "fine"
 
-    monkeypatch.setattr(cli, "open_engine_with", lambda *_: FakeEngine(answer=answer))
+    monkeypatch.setattr(cli_options, "open_engine_with", lambda *_: FakeEngine(answer=answer))
     file = tmp_path / "two.json"
     file.write_text(json.dumps(TWO))
     assert cli.main(["run", str(file), "--keep-going"]) == 1

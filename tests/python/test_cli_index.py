@@ -11,7 +11,7 @@ import pytest
 
 from fakes import FakeEngine, prompt_text
 from faulty_server import FaultyServer, answer, error
-from kvspan import cli, cli_index
+from kvspan import cli, cli_index, cli_options
 from serving import ServerProcess
 
 QUERY = {"g": {"model": "M", "input": {"cross": [
@@ -34,7 +34,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     engine = FakeEngine(lambda request: "Lena.")
-    monkeypatch.setattr(cli, "open_engine_with", lambda args, model, bars: engine)
+    monkeypatch.setattr(cli_options, "open_engine_with", lambda args, model, bars: engine)
     return engine
 
 

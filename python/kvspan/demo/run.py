@@ -43,7 +43,7 @@ TOLERANCE = 1e-4  # of log-probabilities between a warm and an empty cache, in f
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from kvspan.cli import model_name
+    from kvspan.cli_options import model_name
 
     parser.add_argument(
         "--model",

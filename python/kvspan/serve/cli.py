@@ -19,8 +19,8 @@ KEY_VARIABLE = "KVSPAN_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from kvspan.cli import add_local_engine_options, model_name, number, whole
     from kvspan.cli_index import add_retrieval_options
+    from kvspan.cli_options import add_local_engine_options, model_name, number, whole
 
     add = parser.add_argument
     add(
@@ -100,8 +100,8 @@ def main(args: argparse.Namespace) -> int:
         return _become_vllm(args)
     if args.vllm:
         args.parser.error(f"unrecognized arguments: {' '.join(args.vllm)}")
-    from kvspan.cli import open_engine_with
     from kvspan.cli_index import open_corpora, prepare_corpora
+    from kvspan.cli_options import open_engine_with
     from kvspan.extras import importing
 
     with importing("serve"):

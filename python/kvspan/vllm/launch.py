@@ -49,7 +49,7 @@ class Launch:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from kvspan.cli import model_name, whole
+    from kvspan.cli_options import model_name, whole
 
     parser.add_argument("model", type=model_name, metavar="MODEL", help="a folder or a hub id")
     parser.add_argument(
