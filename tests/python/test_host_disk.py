@@ -153,6 +153,7 @@ def test_a_file_under_another_name(tmp_path: Path) -> None:
     with open_tier(tmp_path) as tier:
         assert b"a" not in tier and b"b" not in tier
         assert tier.stats().ignored == {"foreign": 1}
+        assert tier.counts()[1]["file: foreign"] == 1
 
 
 def test_damaged_while_open(tmp_path: Path) -> None:
@@ -365,7 +366,8 @@ def test_threads_over_a_small_memory_and_a_small_disk(tmp_path: Path) -> None:
         stats = tier.stats()
         assert stats.disk is not None and stats.disk.bytes <= 30_000
         assert tier.held_bytes()[1] == stats.disk.bytes
-        assert not stats.ignored
+        assert tier.counts() == (stats.memory.evictions, stats.refusals)
+        assert stats.memory.evictions and stats.refusals and not stats.ignored
     on_disk = {f.stem: f.stat().st_size for f in tmp_path.glob("*/*")}
     assert sum(on_disk.values()) == stats.disk.bytes and len(on_disk) == stats.disk.entries
     with open_tier(tmp_path, disk_bytes=30_000) as tier:

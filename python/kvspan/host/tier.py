@@ -286,6 +286,15 @@ class HostTier:
             memory = (self._pool.num_pages - self._pool.num_free) * self._pool.page_bytes
         return memory, self._disk.held_bytes() if self._disk else 0
 
+    def counts(self) -> tuple[int, Counter[str]]:
+        """Evictions from memory, and refusals by reason (``file: ...``: of files on disk) so far;
+        unlike :meth:`stats`, at no cost."""
+        with self._lock:
+            evictions, why = self._stats.evictions, Counter(self._refusals)
+        for reason, count in (self._disk.ignored() if self._disk else {}).items():
+            why[f"file: {reason}"] = count
+        return evictions, why
+
     def close(self) -> None:
         """Writes what waits for the disk, and closes; a second call does nothing.
 
