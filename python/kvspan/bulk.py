@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -26,9 +25,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvspan.bulk_journal import Journal, has_failed
 from kvspan.engine.shared import SharedEngines
 from kvspan.errors import KvspanError, UsageError
-from kvspan.executor import Opener, arun, derive_seed
+from kvspan.executor import Opener, Options, arun, derive_seed
 from kvspan.query.builders import user
 from kvspan.query.bulk_order import fragment_keys, greedy_order
 from kvspan.query.context import Context
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 DEFAULT_WINDOW = 1024  # queries in memory at a time
 DEFAULT_PARALLEL = 8  # queries that run at the same time
+
+# What a bulk run takes besides the options of a run.
+_BESIDE = ("engine", "open", "window", "parallel", "reorder", "lenient", "overwrite", "on_progress")
 
 # Called with (queries done, queries in all), those of an earlier run included.
 OnProgress = Callable[[int, int], None]
@@ -98,7 +101,7 @@ async def arun_bulk(
     """
     if window < 1 or parallel < 1:
         raise UsageError("bad window or parallel", expected="1 or more", found="less")
-    _check_options(seed, options)
+    Options.of({"seed": seed, **options}, _BESIDE)  # all that is wrong with them is said at once
     if options.get("corpora"):  # opened once, not for every query
         paths = options.pop("corpora")
         given = options.get("retriever")
@@ -112,7 +115,7 @@ async def arun_bulk(
         settings["retriever"] = key
     path, out = Path(source), Path(output)
     total, digest = await asyncio.to_thread(_survey, path, settings)
-    journal = _Journal(out, digest, overwrite, source=path)
+    journal = Journal(out, digest, overwrite, source=path)
     opened = SharedEngines(open)
     tally = _Tally(journal.done_before, journal.failed_before)
     try:
@@ -132,15 +135,6 @@ async def arun_bulk(
         journal.close()
         opened.close()
     return tally.summary(total)
-
-
-def _check_options(seed: int, options: dict[str, Any]) -> None:
-    from kvspan.executor import Options
-
-    try:
-        Options(seed=seed, **options)
-    except TypeError as error:
-        raise UsageError(f"unknown option: {error}") from None
 
 
 _Line = tuple[int, int, str]  # index among the queries, line number, text
@@ -285,10 +279,6 @@ def _failed(index: int, name: Any, error: KvspanError, number: int) -> dict[str,
     return {"index": index, "id": name, "error": fields}
 
 
-def _has_failed(record: dict[str, Any]) -> bool:
-    return "error" in record or "failures" in record
-
-
 class _Tally:
     def __init__(self, resumed: int, failed: int) -> None:
         self.resumed, self.failed = resumed, failed
@@ -296,7 +286,7 @@ class _Tally:
 
     def add(self, record: dict[str, Any]) -> None:
         self.queries += 1
-        self.failed += _has_failed(record)
+        self.failed += has_failed(record)
         usage = record.get("usage", {})
         self.prompt += usage.get("prompt_tokens", 0)
         self.cached += usage.get("cached_tokens", 0)
@@ -306,126 +296,3 @@ class _Tally:
         return BulkSummary(
             total, self.failed, self.resumed, self.prompt, self.cached, self.completion
         )
-
-
-class _Journal:
-    """The output and, until it is complete, the journal beside it.
-
-    The journal's first line says which run it is of; the others are results in the order they came,
-    of the window that is not yet in the output. ``written``: results in the output. ``kept``: the
-    lines of those in the journal, by index.
-    """
-
-    def __init__(self, out: Path, digest: str, overwrite: bool, source: Path) -> None:
-        self.out = out
-        self.path = out.with_name(out.name + ".journal")
-        self.digest = digest
-        self.kept: dict[int, str] = {}
-        self.written = self.failed_before = 0
-        for path in (out, self.path):
-            if not path.exists():
-                continue
-            if not path.is_file():  # /dev/null, say: replacing it would delete it
-                raise UsageError("cannot write the output: not a regular file", source=str(path))
-            if source.samefile(path):
-                raise UsageError(
-                    "the output would replace the queries",
-                    source=str(path),
-                    expected="an output other than the input",
-                    found="the same file",
-                )
-        started = self.path.exists()
-        if out.exists() and not (started or overwrite):
-            raise UsageError(
-                "the output is there already (--overwrite replaces it)", source=str(out)
-            )
-        if started and not overwrite:
-            self._check_run()
-        try:
-            self.output = out.open("ab")
-            self._lock()
-            if overwrite:
-                self.path.unlink(missing_ok=True)
-                self.output.truncate(0)
-            elif started:
-                self._resume()
-            self.done_before = self.written + len(self.kept)
-            self._restart()
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise UsageError(f"cannot write the output: {reason}", source=str(out)) from None
-
-    def _lock(self) -> None:
-        """Held until the file is closed or the process ends, however it ends."""
-        try:
-            fcntl.flock(self.output, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.output.close()
-            raise UsageError("another run is writing the output", source=str(self.out)) from None
-        except OSError:  # a file system without locks
-            pass
-
-    def _check_run(self) -> None:
-        head = (_whole_lines(self.path) or [b""])[0]
-        if head != self._head():
-            raise UsageError(
-                "a journal of another run is there: other queries or other options (--overwrite "
-                "starts anew)",
-                source=str(self.path),
-            )
-
-    def _head(self) -> bytes:
-        return json.dumps({"run": self.digest}).encode()
-
-    def _resume(self) -> None:
-        whole = _whole_lines(self.out)
-        self.written = len(whole)
-        self.failed_before = sum(_has_failed(json.loads(line)) for line in whole)
-        os.truncate(self.out, sum(len(line) + 1 for line in whole))
-        for line in _whole_lines(self.path)[1:]:
-            record = json.loads(line)
-            # Results that reached the output just before the end are in both files.
-            if record["index"] >= self.written:
-                self.kept[record["index"]] = line.decode()
-                self.failed_before += _has_failed(record)
-
-    def _restart(self) -> None:
-        """A new journal with what is kept, put in the place of the old one in one step."""
-        new = self.path.with_name(self.path.name + ".new")
-        with new.open("wb") as file:
-            file.write(self._head() + b"\n")
-            for line in self.kept.values():
-                file.write(line.encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self.path)
-        self.file = self.path.open("ab")
-
-    def add(self, record: dict[str, Any]) -> None:
-        line = json.dumps(record, ensure_ascii=True)
-        self.kept[record["index"]] = line
-        self.file.write(line.encode() + b"\n")
-        self.file.flush()
-
-    def flush(self, indexes: list[int]) -> None:
-        """Move a complete window to the output."""
-        for index in indexes:
-            self.output.write(self.kept.pop(index).encode() + b"\n")
-        self.output.flush()
-        os.fsync(self.output.fileno())
-        self.file.close()
-        self._restart()
-
-    def finish(self) -> None:
-        self.close()
-        self.path.unlink()
-
-    def close(self) -> None:
-        for file in (self.file, self.output):
-            with contextlib.suppress(OSError):
-                file.close()
-
-
-def _whole_lines(path: Path) -> list[bytes]:
-    """The lines of a file without the last one if it was cut short."""
-    return path.read_bytes().split(b"\n")[:-1]

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from kvspan.engine import Capabilities, Engine
 
 
+_BESIDE = ("engine", "open", "on_text")  # what run and arun take besides options
+
+
 def derive_seed(seed: int, path: str) -> int:
     """Seed of the call at ``path``: below 2**63, the same wherever and whenever it is run.
 
@@ -95,7 +98,7 @@ def run(
         pass
     else:
         raise UsageError("run() was called inside a running event loop: use await arun(...)")
-    job = _Job(query, Options(**options), on_text, engine)
+    job = _Job(query, Options.of(options, _BESIDE), on_text, engine)
     try:
         job.open(open or _default_opener)
         # asyncio.run writes out what the main task returns as it puts SIGINT back, only to throw
@@ -119,7 +122,7 @@ async def arun(
     Rewriting, planning, retrieval and opening engines go on in a thread: a large query takes a
     while, and the loop has other things to do.
     """
-    job = await asyncio.to_thread(_Job, query, Options(**options), on_text, engine)
+    job = await asyncio.to_thread(_Job, query, Options.of(options, _BESIDE), on_text, engine)
     try:
         await asyncio.to_thread(job.open, open or _default_opener)
         await job.run()

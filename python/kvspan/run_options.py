@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from kvspan.engine import PLACEMENTS, SCOPES, Placement, Scope
 from kvspan.errors import UsageError
-from kvspan.query.checks import check_max_tokens, check_temperature, describe
+from kvspan.query.checks import (
+    check_count,
+    check_max_tokens,
+    check_temperature,
+    closest,
+    describe,
+    raise_if,
+)
 from kvspan.query.context import NESTED, ORDERS, Nested, Order, SpanHistory
 from kvspan.query.retrieval import CorpusPaths, Retriever
 
@@ -49,6 +56,22 @@ class Options:
     on_print: OnPrint | None = None
     on_audit: OnAudit | None = None
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any], beside: Sequence[str] = ()) -> Options:
+        """Options by name; beside: what else the caller takes, for the message.
+
+        Raises UsageError for a name that is none, and for a bad value.
+        """
+        names = {option.name for option in fields(cls)}
+        for name in options:
+            if name not in names:
+                known = (*beside, *(option.name for option in fields(cls)))
+                raise UsageError(
+                    f"unknown option {name!r}{closest(name, known)}",
+                    expected="one of " + ", ".join(known),
+                )
+        return cls(**options)
+
     def __post_init__(self) -> None:
         checks: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             ("scope", self.scope, SCOPES),
@@ -68,9 +91,8 @@ class Options:
             raise UsageError(
                 "order 'recent' needs a history", expected="history=SpanHistory()", found="none"
             )
-        if self.max_concurrency < 1:
-            found = str(self.max_concurrency)
-            raise UsageError("bad max_concurrency", expected="1 or more", found=found)
-        problem = check_temperature(self.temperature) or check_max_tokens(self.max_tokens)
-        if problem:
-            raise problem
+        if self.model is not None and not (isinstance(self.model, str) and self.model):
+            found = describe(self.model)
+            raise UsageError("bad model", expected="a model's name, or None", found=found)
+        raise_if(check_count(self.max_concurrency, "max_concurrency", 1))
+        raise_if(check_temperature(self.temperature) or check_max_tokens(self.max_tokens))

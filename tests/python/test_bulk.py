@@ -29,11 +29,13 @@ sys.path.insert(0, {tests!r})
 from fakes import FakeEngine, digest_answer
 from kvspan.bulk import run_bulk
 
-log = open(sys.argv[3], "a")
+log, most = open(sys.argv[3], "a"), int(sys.argv[4])
 
 class Slow(FakeEngine):
     async def generate(self, request, on_text=None):
         await asyncio.sleep(0.02)
+        if len(self.requests) >= most:  # however late the kill comes, it meets a run
+            await asyncio.sleep(1000)
         log.write(str(request.seed) + chr(10))
         log.flush()
         return await super().generate(request)
@@ -99,7 +101,7 @@ def test_a_killed_run_goes_on_without_redoing_or_losing_any(tmp_path, after: int
     out, log = tmp_path / "out.jsonl", tmp_path / "log"
     script = SLOW.format(tests=str(Path(__file__).parent))
     words = [sys.executable, "-c", script, str(source), str(out), str(log)]
-    process = subprocess.Popen(words)
+    process = subprocess.Popen([*words, str(after + 5)])
     while process.poll() is None and (not log.exists() or len(log.read_text().split()) < after):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
@@ -111,7 +113,7 @@ def test_a_killed_run_goes_on_without_redoing_or_losing_any(tmp_path, after: int
     assert len(finished) >= after - 3 - 1  # all but what was running
 
     log.unlink()
-    subprocess.run(words, check=True)
+    subprocess.run([*words, "1000"], check=True)
     seeds = set(map(int, log.read_text().split()))
     seed_of = {bulk.derive_seed(bulk.derive_seed(0, f"bulk[{n}]"), "$"): n for n in range(48)}
     assert {seed_of[seed] for seed in seeds} == set(range(48)) - finished
@@ -191,6 +193,14 @@ def test_errors_are_results(tmp_path) -> None:
     assert (summary.queries, summary.failed) == (7, 6)
 
 
+def test_an_unknown_option_is_said_before_anything_is_written(tmp_path) -> None:
+    source = write_queries(tmp_path / "in.jsonl", 1)
+    said = r"^unknown option 'paralel' \(did you mean parallel\?\); expected one of engine, open, "
+    with pytest.raises(UsageError, match=said):
+        run_bulk(source, tmp_path / "out.jsonl", engine=FakeEngine(), paralel=2)
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
 def test_what_is_not_of_this_run_is_left_alone(tmp_path) -> None:
     source, out = write_queries(tmp_path / "in.jsonl", 4), tmp_path / "out.jsonl"
     out.write_text("precious\n")
@@ -255,14 +265,14 @@ def test_no_more_than_a_window_is_in_memory(tmp_path, monkeypatch) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(bulk, "greedy_order", lambda f: sizes.append(len(f)) or greedy_order(f))
     most = 0
-    add = bulk._Journal.add
+    add = bulk.Journal.add
 
     def counted(self, record) -> None:
         nonlocal most
         add(self, record)
         most = max(most, len(self.kept))
 
-    monkeypatch.setattr(bulk._Journal, "add", counted)
+    monkeypatch.setattr(bulk.Journal, "add", counted)
     run_bulk(source, tmp_path / "out.jsonl", engine=FakeEngine(ticks=0), window=7)
     assert sizes == [7, 7, 7, 7, 7, 5]
     assert most == 7

@@ -165,7 +165,13 @@ def test_defaults_fill_what_the_query_leaves_open() -> None:
         ({"salt": None}, "bad salt; expected a string; found null"),
         ({"temperature": -1}, "temperature is out of range"),
         ({"max_tokens": -1}, "max_tokens is not a token count"),
-        ({"max_concurrency": 0}, "bad max_concurrency; expected 1 or more; found 0"),
+        ({"max_concurrency": 0}, "max_concurrency is not a count; expected a whole number from 1 "),
+        ({"max_concurrency": "4"}, "max_concurrency is not a count"),
+        ({"model": ""}, "bad model; expected a model's name, or None; found ''"),
+        ({"model": 5}, "bad model; expected a model's name, or None; found 5"),
+        ({"foo": 1}, "unknown option 'foo'; expected one of engine, open, on_text, model, seed, "),
+        ({"temprature": 0}, "unknown option 'temprature' (did you mean temperature?); expec"),
+        ({"engin": None}, "unknown option 'engin' (did you mean engine?); expected one of"),
     ],
 )
 def test_bad_options(options: dict, message: str) -> None:

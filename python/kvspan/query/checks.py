@@ -126,3 +126,15 @@ def raise_if(problem: UsageError | None) -> None:
     """Raise the error, if there is one."""
     if problem:
         raise problem
+
+
+def closest(word: str, words: Sequence[str]) -> str:
+    """A hint at the word that was meant, or nothing.
+
+    >>> closest("usr", ("user", "system")), closest("x", ("user", "system"))
+    (' (did you mean user?)', '')
+    """
+    import difflib
+
+    close = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.6)
+    return f" (did you mean {close[0]}?)" if close else ""

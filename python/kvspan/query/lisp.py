@@ -32,11 +32,10 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any, NoReturn
 
 from kvspan.errors import UsageError
-from kvspan.query.checks import describe
+from kvspan.query.checks import closest, describe
 from kvspan.query.extensions import EXTENSION, EXTENSION_KINDS, Options, Reduce, Retrieve
 from kvspan.query.forms import KINDS, Augment, Map, Print, Repeat
 from kvspan.query.nodes import Generate, Join, Node, Text
-from kvspan.query.reader import closest
 from kvspan.query.text import line_and_column
 
 _SKIP = re.compile(r"(?:[ \t\r\n]+|;[^\n]*)*")

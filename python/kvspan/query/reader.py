@@ -20,6 +20,7 @@ from kvspan.query.checks import (
     check_temperature,
     check_text,
     check_word,
+    closest,
     describe,
 )
 from kvspan.query.extensions import (
@@ -327,11 +328,3 @@ class Reader:
         if problem:
             problem.path, problem.source = str(path), self.source
             raise problem
-
-
-def closest(word: str, words: tuple[str, ...]) -> str:
-    """A hint at the word that was meant, or nothing."""
-    import difflib
-
-    close = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
