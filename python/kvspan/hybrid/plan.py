@@ -98,14 +98,28 @@ def plan_restore(
         nothing = GroupPlan(matched, "zero", 1.0 if matched else 0.0)
         return RestorePlan(policy, matched, matched, (nothing,) * len(layers.groups), None)
     plans = [_plan_group(policy, matched, layers, g, marks, decays) for g in layers.groups]
+    return settle(policy, matched, plans, checkpoint)
+
+
+def settle(
+    policy: Policy,
+    matched: int,
+    plans: Sequence[GroupPlan | None],
+    checkpoint: RecurrentState | None,
+) -> RestorePlan:
+    """A plan of the groups' plans; None, or what begins no later, is replayed exactly instead."""
+    groups = list(plans)
     if checkpoint is not None:
         saved = GroupPlan(checkpoint.position, "checkpoint", 0.0)
-        plans = [saved if p is None or p.start <= saved.start else p for p in plans]
+        groups = [saved if p is None or p.start <= saved.start else p for p in groups]
     zero = GroupPlan(0, "zero", 0.0)
-    plan = RestorePlan(policy, matched, matched, tuple(p or zero for p in plans), checkpoint)
-    if plan.exact:
-        return plan_exact(policy, matched, len(layers.groups), checkpoint)
-    return plan
+    plan = RestorePlan(policy, matched, matched, tuple(p or zero for p in groups), checkpoint)
+    return plan_exact(policy, matched, len(groups), checkpoint) if plan.exact else plan
+
+
+def budget(matched: int) -> int:
+    """How many of the matched tokens `bounded` replays at the most."""
+    return max(BUDGET_MIN, math.ceil(BUDGET * matched))
 
 
 def _plan_group(
@@ -122,7 +136,7 @@ def _plan_group(
         start = max(0, matched - k)
         return GroupPlan(start, "zero", 0.0 if start == 0 else None)
     numbers = [layers.linear.index(layer) for layer in group.layers]
-    budget = max(BUDGET_MIN, math.ceil(BUDGET * matched))
+    longest = budget(matched)
     for i, mark in enumerate(marks):
         # Where a mark carries heads of deeper layers, the replay begins one mark before: those
         # heads never forget what they read, and read it from layers that are still warming up.
@@ -130,14 +144,14 @@ def _plan_group(
         if decays is None or i + warm == len(marks):
             break
         first = marks[i + warm]
-        if matched - first.position > budget:
+        if matched - first.position > longest:
             break
         if matched - mark.position >= policy.k_min:
             decay = decays(first.position, matched)
             bound = fixed_input_bound(first, mark, marks[0], decay, numbers)
             if bound <= policy.value:
                 return GroupPlan(first.position, "mark", bound, mark)
-    return GroupPlan(0, "zero", 0.0) if matched <= budget else None
+    return GroupPlan(0, "zero", 0.0) if matched <= longest else None
 
 
 def fixed_input_bound(

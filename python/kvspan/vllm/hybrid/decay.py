@@ -1,0 +1,158 @@
+"""How fast each head forgets, kept with the pages, and where `bounded` lets a replay start.
+
+A head's state follows ``S <- exp(g) S (I - beta k k^T) + beta v k^T``, ``||k|| <= 1`` and beta from
+0 to 2 (Tail-Replay, arXiv 2608.30310, section 2). No step makes an error larger than exp(g) times
+what it was, which is the fixed-input bound of `kvspan.hybrid.plan`; and
+
+    ||S_b|| <= exp(g_a+1 + ... + g_b) ||S_a|| + sum_j exp(g_j+1 + ... + g_b) beta_j ||v_j||
+
+bounds the state where it was never seen: vLLM shows it only where steps end. Both sums are kept
+per layer and head over cells of CELL tokens. Needs torch, not vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvspan.hybrid.groups import LayerMap
+from kvspan.hybrid.plan import GroupPlan, budget, settle
+from kvspan.hybrid.policy import Policy
+from kvspan.hybrid.state import RecurrentState
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+CELL = 64
+DECAY, ADDED, WRITTEN = range(3)  # of a cell: sum of g, the second sum above, sum of beta ||v||
+ROUNDING = 1.02  # sizes were computed from rounded values (bfloat16: 2^-8)
+# Norms are known where steps end; where the replay does, a layer's may be smaller.
+MARGIN = 0.5
+_LEAST = float(np.finfo(np.float64).tiny)  # of a bound: 0 means exact
+
+
+@dataclass(frozen=True)
+class Cells:
+    """What a page of `size` tokens keeps of gates: float32 [cells, 3, layers, heads], then norms
+    [layers, heads] of the states at the end of the step that wrote it, NaN where not looked at."""
+
+    size: int
+    layers: int
+    heads: int
+
+    @property
+    def per_page(self) -> int:
+        return -(-self.size // CELL)
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * (3 * self.per_page + 1) * self.layers * self.heads
+
+    def sums(self, held: Bytes) -> Floats:
+        """[cells, 3, layers, heads]. A view."""
+        floats: Floats = held.view(np.float32).reshape(-1, self.layers, self.heads)
+        return floats[:-1].reshape(self.per_page, 3, self.layers, self.heads)
+
+    def norms(self, held: Bytes) -> Floats:
+        """[layers, heads]. A view."""
+        floats: Floats = held.view(np.float32).reshape(-1, self.layers, self.heads)
+        last: Floats = floats[-1]
+        return last
+
+    def add(self, held: Bytes, offset: int, decay: torch.Tensor, write: torch.Tensor) -> None:
+        """Tokens from `offset` of the page on have run; what is there before must have.
+
+        decay, write: float32 [n, layers, heads], g and beta ||v||, on any device.
+        """
+        front, n = offset % CELL, len(decay)
+        count = -(-(front + n) // CELL)
+        both = decay.new_zeros(2, count * CELL, self.layers, self.heads)
+        both[0, front : front + n] = decay
+        both[1, front : front + n] = write
+        g, w = both.unflatten(1, (count, CELL))
+        suffix = g.flip(1).cumsum(1).flip(1)
+        later = torch.cat([suffix[:, 1:], torch.zeros_like(g[:, :1])], 1)
+        new = torch.stack([suffix[:, 0], (later.exp() * w).sum(1), w.sum(1)], 1).cpu().numpy()
+        sums, first = self.sums(held), offset // CELL
+        if front:
+            old = sums[first]
+            new[0, ADDED] += np.exp(new[0, DECAY]) * old[ADDED]
+            new[0, (DECAY, WRITTEN), :] += old[(DECAY, WRITTEN), :]
+        if offset == 0:
+            self.norms(held)[:] = np.nan
+        sums[first : first + count] = new
+
+    def cut(self, held: Bytes, end: int) -> None:
+        """Leave what is sure of the page's first `end` tokens alone."""
+        if end % CELL:
+            cell = self.sums(held)[end // CELL]
+            cell[DECAY] = 0
+            cell[ADDED] = cell[WRITTEN]
+
+
+class Bounds(NamedTuple):
+    """groups: where each starts. norms: of each layer's state, that the bounds are relative to."""
+
+    groups: tuple[GroupPlan, ...]
+    norms: tuple[float, ...]
+
+
+def plan_bounded(
+    policy: Policy, layers: LayerMap, length: int, state: int | None, pages: Sequence[Bytes],
+    cells: Cells,
+) -> Bounds | None:  # fmt: skip
+    """Where each group's replay starts, for a prefix of `length` tokens that `pages` cover.
+
+    pages: their part that `cells` describes. state: position of the exact state to start from, if
+    any. None: only an exact restore is within the bound and its budget, or no norm is known.
+    """
+    seen = [norms for page in pages if not np.isnan(norms := cells.norms(page)).any()]
+    if not seen:
+        return None
+    at, sums = _joined(pages, length, cells)
+    norms = np.linalg.norm(seen[-1].astype(np.float64), axis=1)
+    errors = _errors(sums, int(np.searchsorted(at, length - budget(length))))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bounds = np.linalg.norm(errors, axis=2) / norms  # [starts, layers]
+    starts = at[len(at) - len(bounds) :]
+    bounds[length - starts < policy.k_min] = np.inf
+    plans: list[GroupPlan | None] = []
+    for group in layers.groups:
+        worst = bounds[:, [layers.linear.index(layer) for layer in group.layers]].max(1)
+        good = np.flatnonzero((worst <= MARGIN * policy.value) & (starts > 0))
+        last = int(good[-1]) if len(good) else None
+        plans.append(
+            None if last is None
+            else GroupPlan(int(starts[last]), "zero", max(float(worst[last]), _LEAST))
+        )  # fmt: skip
+    checkpoint = None if state is None else RecurrentState(state, [], [])
+    plan = settle(policy, length, plans, checkpoint)
+    return None if plan.exact else Bounds(plan.groups, tuple(norms.tolist()))
+
+
+def _joined(
+    pages: Sequence[Bytes], length: int, cells: Cells
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The cells that end at `length` or before: where they begin, and the last ends; their sums."""
+    first = np.arange(cells.per_page) * CELL
+    begins = (np.arange(len(pages))[:, None] * cells.size + first).reshape(-1)
+    ends = np.append(begins[1:], len(pages) * cells.size)
+    count = int(np.searchsorted(ends, length, side="right"))
+    sums = np.concatenate([cells.sums(page) for page in pages])[:count].astype(np.float64)
+    return np.append(begins[:count], ends[count - 1] if count else 0), sums
+
+
+def _errors(sums: NDArray[np.float64], first: int) -> NDArray[np.float64]:
+    """[len(sums) + 1 - first, layers, heads]: what a replay from zero that starts with cell first,
+    first + 1, ..., or behind the last one, can miss of the state after the last one.
+
+    They never fall: what a later start misses is at least what one before misses.
+    """
+    left = np.concatenate([sums[::-1, DECAY].cumsum(0)[::-1], np.zeros_like(sums[:1, DECAY])])
+    missed = ROUNDING * np.exp(left[1:]) * sums[:, ADDED]
+    return np.concatenate([missed[:first].sum(0)[None], missed[first:]]).cumsum(0)
