@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from served import Served
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    OlmoHybridConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
 from vllm import LLM, SamplingParams
 
 VOCAB = 1024
@@ -45,13 +51,16 @@ _ROPE = {
 
 
 def save_hybrid(name: str, folder: Path) -> Path:
-    """A tiny qwen3_5 or qwen3_next whose gates remember for tens to thousands of tokens.
+    """A tiny hybrid model whose gates remember for tens to thousands of tokens.
 
     With the initial gates everything is forgotten in two tokens, and no error in a state shows.
     """
     torch.manual_seed(0)
     if name == "qwen3_5":
         config: Any = Qwen3_5TextConfig(**_SIZES, rope_parameters=_ROPE)
+    elif name == "olmo_hybrid":
+        sizes = {key: value for key, value in _SIZES.items() if key != "head_dim"}
+        config = OlmoHybridConfig(**{**sizes, "num_attention_heads": 2})
     else:
         config = Qwen3NextConfig(
             **_SIZES,
@@ -68,8 +77,27 @@ def save_hybrid(name: str, folder: Path) -> Path:
             step = torch.exp(torch.linspace(math.log(3e-4), math.log(3e-2), heads))
             gates.dt_bias.data = step + torch.log(-torch.expm1(-step))
             gates.A_log.data = torch.zeros(heads)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    if name == "olmo_hybrid":
+        _save_olmo(model, folder)
+    else:
+        model.to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def _save_olmo(model: Any, folder: Path) -> None:
+    """In float32, under the names that vLLM reads: they are not those transformers writes."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    weights = {}
+    for name, weight in model.state_dict().items():
+        if ".conv1d." not in name:
+            weights[name] = weight.contiguous()
+            continue
+        sizes = [model.config.linear_num_key_heads * model.config.linear_key_head_dim] * 2
+        parts = weight.split([*sizes, len(weight) - sum(sizes)])
+        for letter, part in zip("qkv", parts, strict=True):
+            weights[name.replace(".conv1d.", f".{letter}_conv1d.")] = part.contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 @dataclass(frozen=True)

@@ -14,4 +14,11 @@ Importing this package does not import vLLM.
 # vLLM versions that the tests in tests/vllm have passed with. Others may work.
 TESTED_VERSIONS = ("0.32.0",)
 # Hybrid models (`model_type`) whose blocks `kvspan.vllm.hybrid.replay` can run on their own.
-HYBRIDS = ("qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "qwen3_next")
+HYBRIDS = (
+    "qwen3_5_text",
+    "qwen3_5",
+    "qwen3_5_moe_text",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "olmo_hybrid",
+)

@@ -91,7 +91,7 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
             every=self._options.state_every,
             least=self._options.min_match,
             decode=self._options.decode,
-            pair=self._options.pair,
+            pair=self._options.exact_hidden,
         )
 
     def _state_text(self) -> str:
@@ -122,7 +122,7 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
                 policy = parse_policy(
                     value["replay"], f"kv_transfer_params.{KEY}.replay", self._options.k_min
                 )
-                if policy.name == "exact" and not self._options.pair:
+                if policy.name == "exact" and not self._options.exact_hidden:
                     raise UsageError(
                         f"kv_transfer_params.{KEY}.replay: exact needs a server that keeps exact "
                         "hidden vectors",

@@ -53,8 +53,29 @@ def load(held: np.ndarray, into: torch.Tensor) -> None:
         into.copy_(to_tensor(held, into.dtype).view(into.shape))
 
 
+def run_block(
+    block: Any, hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a decoder block hands on: (hidden, residual), or OLMo's single vectors and None."""
+    if hasattr(block.linear_attn, "in_proj_qkvg"):
+        return block(hidden_states=hidden, positions=positions), None
+    after, residual = block(hidden_states=hidden, residual=residual, positions=positions)
+    return after, residual
+
+
+def run_linear(module: Any, x: torch.Tensor) -> None:
+    """A linear-attention layer over normed rows, for the state that it leaves behind."""
+    if hasattr(module, "in_proj_qkvg"):
+        module(hidden_states=x, output=torch.empty_like(x))
+    else:
+        module(hidden_states=x)
+
+
 def mixed_qkv(module: Any, x: torch.Tensor) -> torch.Tensor:
     """[n, channels]: what a layer's convolution gets for the normed rows x."""
+    if hasattr(module, "in_proj_qkvg"):  # OLMo
+        qkvg, _ = module.in_proj_qkvg(x)
+        return qkvg[:, : module.conv_dim // module.tp_size]
     qkvz, _ = module.in_proj_qkvz(x)
     if module.gqa_interleaved_layout:
         ba, _ = module.in_proj_ba(x)

@@ -24,6 +24,8 @@ from kvspan.vllm.hybrid.layers import (
     load,
     mixed_qkv,
     one_sequence,
+    run_block,
+    run_linear,
     to_bytes,
     to_tensor,
 )
@@ -327,11 +329,9 @@ class Replayer:
                 if layer == group.layers[-1]:
                     norm = block.input_layernorm
                     x = norm(hidden) if residual is None else norm(hidden, residual)[0]
-                    module(hidden_states=x)
+                    run_linear(module, x)
                 else:
-                    hidden, residual = block(
-                        hidden_states=hidden, residual=residual, positions=positions
-                    )
+                    hidden, residual = run_block(block, hidden, residual, positions)
 
     def close(self) -> None:
         self._copier.shutdown()

@@ -20,17 +20,24 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
+# Models whose blocks hand on one vector a token, which holds the residual.
+_ONE_VECTOR = ("olmo_hybrid",)
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What ``kv_connector_extra_config`` says, checked. Names as there but for the unit."""
+    """What ``kv_connector_extra_config`` says, checked. Names as there but for the unit.
+
+    pair: of hidden vectors both parts are kept that vLLM's blocks hand on, vector and residual.
+    exact_hidden: what is kept of them is all there is, so that a replay can be exact.
+    """
 
     policy: Policy
     policy_text: str
     host_bytes: int
     pair: bool
+    exact_hidden: bool
     state_every: int
     min_match: int
     k_min: int
@@ -45,11 +52,14 @@ def options(vllm_config: VllmConfig) -> Options:
     transfer = vllm_config.kv_transfer_config
     given = check_settings(transfer and transfer.kv_connector_extra_config, "hybrid")
     cache = vllm_config.cache_config
+    all_kept = given["hidden"] == "pair"
+    one = vllm_config.model_config.hf_text_config.model_type in _ONE_VECTOR
     return Options(
         parse_policy(given["replay"], f"{WHERE}.replay", given["k_min"]),
         given["replay"],
         int(given["host_gib"] * 2**30),
-        given["hidden"] == "pair",
+        all_kept and not one,
+        all_kept or one,
         given["state_every"],
         given["min_match"],
         given["k_min"],

@@ -1,0 +1,87 @@
+"""OLMo Hybrid under vLLM, in float32: what is restored differs from a prefill by rounding alone.
+
+vLLM's operator for the other hybrids computes in bfloat16 on CPUs, where steps of other shapes
+round differently; here a wrong row, gate or state has nothing to hide behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hybrid_served import HybridServed, difference, save_hybrid
+from olmo_kernels import olmo_on_cpu
+from test_hybrid import BASE, SUFFIX, Watched, drop_states, split_at, tokens
+
+ROUNDING, WRONG = 2e-4, 0.05
+
+
+@pytest.fixture(scope="module", params=["none", "align"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[HybridServed]:
+    folder = save_hybrid("olmo_hybrid", tmp_path_factory.mktemp("olmo"))
+    with olmo_on_cpu():
+        served = HybridServed(folder, request.param, dtype="float32", extra={"k_min": 1})
+        yield served
+        served.close()
+
+
+@pytest.fixture(autouse=True)
+def _fresh(served: HybridServed) -> None:
+    served.forget()
+
+
+@pytest.mark.parametrize("m", [1, 64, 255, 777, 1531])
+def test_first_request_that_parts(
+    served: HybridServed, m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Donors as long as the prefix give its bits; of longer ones only the rounding differs."""
+    suffix = tokens(2, SUFFIX)
+    expected = split_at(served, m, suffix)
+    watched = Watched(served, monkeypatch)
+    if m > 1:  # of one token no page is kept in time
+        state = watched.donor(served, BASE[:m])
+        drop_states(served)
+        if served.mode == "align":
+            served.llm.reset_prefix_cache()
+        (answer,) = served.ask([BASE[:m] + suffix])
+        assert (answer.cached, answer.replay["replayed"]) == (m, m)
+        assert answer.tokens == expected.tokens and watched.restored == [state]
+        served.forget()
+    served.ask([BASE + tokens(4, SUFFIX)], 1)
+    (answer,) = served.ask([BASE[:m] + suffix])
+    assert answer.cached == m and answer.replay["exact"]
+    assert answer.tokens == expected.tokens
+    assert difference(answer, expected) < ROUNDING
+    served.forget()
+    served.ask([BASE + tokens(4, SUFFIX)], 1)
+    (zero,) = served.ask([BASE[:m] + suffix], replay="zero")
+    assert difference(zero, expected) > (WRONG if m > 64 else 10 * ROUNDING)
+
+
+def test_convolutions_of_an_approximate_tail(
+    served: HybridServed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tail of one token: what the first layer of each group remembers of those before it."""
+    watched = Watched(served, monkeypatch)
+    served.ask([BASE + tokens(4, SUFFIX)], 1)
+    (answer,) = served.ask([BASE[:777] + tokens(5, SUFFIX)], 1, replay="ratio:0.0001")
+    assert (answer.cached, answer.replay["replayed"], answer.replay["exact"]) == (777, 1, False)
+    if served.mode == "align":
+        served.llm.reset_prefix_cache()
+    (answer,) = served.ask([BASE[:777] + tokens(6, SUFFIX)], 1)
+    assert (answer.cached, answer.replay["exact"]) == (777, True)
+    layers = served.connector._shared.replayer._linear
+    at = 0
+    rough, exact = (torch.frombuffer(bytearray(held), dtype=torch.float32)
+                    for held in watched.restored)  # fmt: skip
+    for index, module in layers.items():
+        conv, state = (part[0].numel() for part in module.kv_cache)
+        if index % 4 == 0:
+            torch.testing.assert_close(rough[at : at + conv], exact[at : at + conv])
+        at += conv
+        assert not torch.allclose(rough[at : at + state], exact[at : at + state], atol=1e-3)
+        at += state
+    assert at == len(exact)
