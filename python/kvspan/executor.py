@@ -16,10 +16,11 @@ import hashlib
 import heapq
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvspan.audit import AuditLog
 from kvspan.engine import GenerateRequest
+from kvspan.engine.opened import OpenedEngines
 from kvspan.errors import KvspanError, UsageError, shorten_path
 from kvspan.query.checks import describe
 from kvspan.query.context import SpanHistory as SpanHistory
@@ -84,7 +85,8 @@ def run(
     nested: what outer generates read of inner ones in a plus. "answer": the answer with the KV it
         was generated with, after its own prompt; "text": the answer as any other span, computed
         after the outer anchor; "whole": the inner input, too, beside the answer.
-    keep_going: after a failure, run all that does not depend on it; see RunResult.failures.
+    keep_going: after a failure, be it of a call or to open the engine of one of several models, run
+        all that does not depend on it; see RunResult.failures.
     corpora: file or folder of each corpus that retrieve nodes name; see ``kvspan.retrieve``.
     retriever: finds the fragments of augment and retrieve nodes, in the place of the default one.
     on_print: called with the line of every print node, on the event loop's thread.
@@ -166,9 +168,7 @@ class _Job:
         self.query = query
         self.options = options
         self.on_text = on_text
-        self.only = engine
-        self.engines: dict[str, Engine] = {}
-        self.known: dict[int, Capabilities] = {}  # by the engine's id
+        self.engines = OpenedEngines(engine)
         self.results: dict[int, CallResult] = {}
         self.failures: dict[int, Failure] = {}
         self.interrupt: asyncio.Future[None] | None = None
@@ -189,41 +189,40 @@ class _Job:
         )
         self.audit = AuditLog(options.on_audit, self.trace, options.order, options.nested)
 
-    def engine_of(self, model: str) -> Engine:
-        return self.only or self.engines[self.options.model or model]
-
     def capabilities(self, model: str) -> Capabilities:
-        """Of the engine that runs calls to a model; the same object for the same engine."""
-        engine = self.engine_of(model)
-        if id(engine) not in self.known:
-            self.known[id(engine)] = engine.capabilities()
-        return self.known[id(engine)]
+        """Of the engine that runs calls to a model."""
+        return self.engines.capabilities(self.options.model or model)
 
     def open(self, opener: Opener) -> None:
         """Open the engines that are needed, and plan again if they cannot do all."""
-        if self.only is None:
+        if self.engines.only is None:
             names = (self.options.model or call.node.model for call in self.plan.calls)
             for model in dict.fromkeys(names):
-                self._open(model, opener)
-            able = [self.capabilities(model) for model in self.engines]
+                try:
+                    self.engines.open(model, opener)
+                except KvspanError as error:
+                    if not self.options.keep_going:
+                        self._refuse(model, error)
+            opened, failed = self.engines.engines, self.engines.failed
+            if failed and not opened:  # there is nothing to go on with
+                self._refuse(*next(iter(failed.items())))
+            able = [self.capabilities(model) for model in opened]
             if not all(can.spans and can.answers for can in able):
                 self._plan(self.capabilities)
         if self.options.history is not None:
             note_spans(self.plan.query, self.options.history)
 
-    def _open(self, model: str, opener: Opener) -> None:
-        try:
-            self.engines[model] = opener(model)
-        except UsageError as error:
-            # Other mistakes, a bad device for example, have nothing to do with the query.
-            if self.options.model or error.path or not str(error).startswith("model"):
-                raise
-            first = next(call for call in self.plan.calls if call.node.model == model)
-            raise UsageError(str(error), path=f"{first.path}.g.model") from error
+    def _refuse(self, model: str, error: KvspanError) -> NoReturn:
+        """Raise the error of opening an engine, placed where the query first names its model."""
+        # Other mistakes, a bad device for example, have nothing to do with the query.
+        usage = isinstance(error, UsageError) and str(error).startswith("model")
+        if not usage or self.options.model or error.path:
+            raise error
+        first = next(call for call in self.plan.calls if call.node.model == model)
+        raise UsageError(str(error), path=f"{first.path}.g.model") from error
 
     def close(self) -> None:
-        for engine in self.engines.values():
-            engine.close()
+        self.engines.close()
 
     async def run(self) -> None:
         started = time.perf_counter()
@@ -313,16 +312,19 @@ class _Job:
 
     async def _call(self, call: Call) -> None:
         request = self._request(call)
-        engine = self.engine_of(call.node.model)
         record = self.audit.begin(request, dropped=call.dropped)
         try:
-            await self._generate(call, request, engine)
+            await self._generate(call, request)
         except BaseException as error:
             self.audit.end(record, error=error)
             raise
         self.audit.end(record, result=self.results[call.id].result)
 
-    async def _generate(self, call: Call, request: GenerateRequest, engine: Engine) -> None:
+    async def _generate(self, call: Call, request: GenerateRequest) -> None:
+        try:
+            engine = self.engines.of(request.model)
+        except KvspanError as error:
+            raise _placed(error, f"{call.path}.g.model") from error
         try:
             if call.dropped and request.max_tokens == 1:
                 result = await engine.prepare(request)

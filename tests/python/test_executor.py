@@ -341,6 +341,34 @@ def test_a_model_that_cannot_be_opened_is_placed_in_the_query() -> None:
         run(g("A", "x"), open=opener, model="B")
 
 
+def test_keeping_going_without_the_engine_of_one_model() -> None:
+    opened: dict[str, FakeEngine] = {}
+    tried: list[str] = []
+
+    def opener(model: str) -> FakeEngine:
+        tried.append(model)
+        if model.startswith("bad"):
+            raise UsageError(f"model {model}: not found")
+        opened[model] = FakeEngine(answer=lambda request: model)
+        return opened[model]
+
+    query = seq(g("bad", "x"), g("A", plus(g("bad", "y"), "z")), g("A", "w"), g("bad2", "v"))
+    records: list[dict] = []
+    result = run(query, open=opener, keep_going=True, on_audit=records.append)
+    assert (result.answers, tried) == (["A"], ["bad", "A", "bad2"])
+    assert opened["A"].closed == 1 and len(opened["A"].requests) == 1
+    assert [str(failure.message) for failure in result.failures] == [
+        "$.seq[0].g.model: model bad: not found",
+        "$.seq[1].g.input.plus[0].g.model: model bad: not found",
+        "$.seq[1]: not run: it reads the answer of $.seq[1].g.input.plus[0], which failed",
+        "$.seq[3].g.model: model bad2: not found",
+    ]
+    assert sum("error" in record for record in records) == 3
+    # Where no model can be opened there is nothing to go on with.
+    with pytest.raises(UsageError, match=r"^\$\.seq\[0\]\.g\.model: model bad: not found$"):
+        run(seq(g("bad", "x"), g("bad2", "v")), open=opener, keep_going=True)
+
+
 def test_result_as_json() -> None:
     obj = run(seq(g("M", "a"), "b"), engine=FakeEngine(answer=echo), seed=1).to_obj()
     assert obj["answers"] == ["<u:a>"] and obj["answer_ids"] == [0]
