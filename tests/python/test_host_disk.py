@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -122,7 +123,8 @@ def test_disk_budget(tmp_path: Path) -> None:
         ("checksum", lambda data: data[:500] + bytes([data[500] ^ 1]) + data[501:]),
         ("checksum", lambda data: data[:-1] + bytes([data[-1] ^ 1])),
         ("foreign", lambda data: b"#!/bin/sh\n" * 100),
-        ("foreign", lambda data: data[:8] + b"\7" + data[9:]),
+        ("other version", lambda data: data[:8] + b"\7" + data[9:]),
+        ("checksum", lambda data: data[:12] + b"\7" + data[13:]),
         ("other model", lambda data: data[:16] + b"other" + data[21:]),
     ],
 )
@@ -144,6 +146,55 @@ def test_bad_files_are_ignored_and_reported(
             assert tier.put(b"bad", content(b"bad"), cost=1), "it may be stored again"
     with open_tier(tmp_path) as tier:
         assert fetch(tier, b"bad") == (content(b"bad") if removed else None)
+        if reason.startswith("other"):  # the file's place may be taken
+            assert tier.put(b"bad", content(b"bad"), cost=1)
+            tier.flush()
+            disk = tier.stats().disk
+            assert disk is not None and (disk.entries, disk.others, disk.others_bytes) == (2, 0, 0)
+    if reason.startswith("other"):
+        with open_tier(tmp_path) as tier:
+            assert fetch(tier, b"bad") == content(b"bad") and not tier.stats().ignored
+
+
+def test_files_of_other_models_count_and_go_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One folder, one budget: what older models and weights left makes room, the oldest first."""
+    keys = [b"%d" % i for i in range(4)]
+    stored(tmp_path, *keys)
+    mine = tmp_path / "aa"
+    mine.mkdir()
+    (mine / "notes.txt").write_bytes(bytes(50_000))
+    size = file_of(tmp_path, b"0").stat().st_size
+    for age, key in enumerate(keys):
+        os.utime(file_of(tmp_path, key), ns=(10**9 * (100 - age),) * 2)  # the last is the oldest
+
+    def left() -> list[bytes]:
+        return [key for key in keys if list(tmp_path.glob(f"*/{key.hex()}.kv"))]
+
+    def used() -> int:
+        return sum(file.stat().st_size for file in tmp_path.glob("*/*.kv"))
+
+    budget = 5 * size + 100
+    with caplog.at_level(logging.WARNING):
+        disk = DiskLevel(tmp_path, budget, b"another model")
+    assert "files that are not used: 1 foreign, 4 other model; what other models" in caplog.text
+    with HostTier(16 * PAGE, page_bytes=PAGE, disk=disk) as tier:
+        for count, expected in enumerate([keys, keys[:3], keys[:2], keys[:1], [], [], []]):
+            assert tier.put(b"new%d" % count, content(b"new%d" % count), cost=1)
+            tier.flush()
+            assert left() == expected
+            stats = tier.stats().disk
+            assert stats is not None and stats.others == len(expected)
+            assert used() == tier.held_bytes()[1] == stats.bytes + stats.others_bytes <= budget
+        assert (stats.others_removed, stats.entries, stats.evictions) == (4, 5, 2)
+        assert fetch(tier, b"new6") == content(b"new6")
+    with closing(DiskLevel(tmp_path, budget, MODEL, read_only=True)) as reader:
+        assert reader.stats().others == 5, "who may not write removes nothing"
+    with closing(DiskLevel(tmp_path, 2 * size + 20, MODEL)) as disk:
+        assert disk.stats().others == 2, "a smaller budget holds from the start"
+        assert used() == disk.held_bytes() <= 2 * size + 20
+    assert (mine / "notes.txt").exists()
 
 
 def test_a_file_under_another_name(tmp_path: Path) -> None:
@@ -168,7 +219,8 @@ def test_damaged_while_open(tmp_path: Path) -> None:
 def test_one_owner_and_readers(tmp_path: Path) -> None:
     stored(tmp_path, b"a")
     with open_tier(tmp_path) as owner, open_tier(tmp_path, read_only=True) as reader:
-        with pytest.raises(KvspanError, match="is another process's host tier"):
+        found = rf"in use; expected a folder that no .*; found process {os.getpid()} on .*; stop"
+        with pytest.raises(KvspanError, match=found):
             DiskLevel(tmp_path, 1, MODEL)
         assert fetch(reader, b"a") == content(b"a")
         owner.put(b"b", content(b"b"), cost=1)

@@ -80,7 +80,10 @@ def test_folder_of_another_server(
     monkeypatch.setattr(connector.logger, "error", lambda text, *args: said.append(text % args))
     with (
         closing(DiskLevel(tmp_path, 1 << 20, b"another server's")),
-        pytest.raises(UsageError, match=r"extra_config\.disk: .* is another process's host tier"),
+        pytest.raises(
+            UsageError,
+            match=r"extra_config\.disk: .* is in use; expected a folder .*; found process \d+ on ",
+        ),
     ):
         serve(folder, tmp_path)
     assert len(said) == 1 and said[0].startswith("kvspan: kv_connector_extra_config.disk: ")

@@ -7,9 +7,10 @@ after its bytes are where they were wanted. What does not fit is ignored, and co
 - ``torn``: a temporary file that a crash left, or a file shorter or longer than its header says.
   Removed.
 - ``checksum``: a file whose bytes changed. Removed.
-- ``foreign``: a file that is not ours by its first bytes, or another version's, or under another
-  name than its key's. Left alone.
-- ``other model``: a file with another fingerprint. Left alone.
+- ``other model``, ``other version``: a file with another fingerprint, or in another format of ours.
+  Counted in the budget. Where room is needed these go first, from the oldest on.
+- ``foreign``: a file that is not ours by its first bytes, or under another name than its key's.
+  Left alone, and not counted.
 
 Files are read with ``preadv`` straight into the caller's memory and not through a mapping: a file
 that somebody cuts short meanwhile is then an error, and not the end of the process (SIGBUS), and
@@ -27,12 +28,13 @@ import fcntl
 import itertools
 import logging
 import os
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvspan.errors import KvspanError
+from kvspan.errors import KvspanError, one_line
 from kvspan.host import files
 from kvspan.host.eviction import EvictionOrder
 from kvspan.host.files import FileInfo, Ignored
@@ -41,6 +43,7 @@ from kvspan.host.stats import LevelStats
 
 _TEMPORARY = ".tmp-"
 _SUFFIX = ".kv"
+_LOCK = "lock"
 
 _log = logging.getLogger("kvspan.host")
 
@@ -50,7 +53,8 @@ class DiskLevel:
 
     Args:
         path: the directory; made if it is missing.
-        max_bytes: what all files together may take.
+        max_bytes: what all files of ours in the directory may take together, whatever model they
+            are of.
         fingerprint: of everything that entries of one key must share besides: the model, the type
             and the layout of the bytes. Up to 32 bytes.
         read_only: take no lock, and write and remove nothing.
@@ -81,6 +85,8 @@ class DiskLevel:
         self._writing: set[bytes] = set()
         self._order = EvictionOrder()
         self._bytes = 0
+        self._others: dict[Path, int] = {}  # files of other models and versions, the oldest first
+        self._others_bytes = 0
         self._numbers = itertools.count()
         self._ignored: Counter[str] = Counter()
         self._stats = LevelStats(budget=max_bytes)
@@ -95,6 +101,11 @@ class DiskLevel:
             raise KvspanError(f"cannot use {self.path} as host tier: {error.strerror}") from error
         if self._ignored:
             found = ", ".join(f"{n} {reason}" for reason, n in sorted(self._ignored.items()))
+            if self._others and not read_only:
+                found += (
+                    f"; what other models and versions left takes {self._others_bytes / 2**30:.3g} "
+                    f"of {max_bytes / 2**30:.3g} GiB and goes when room is needed"
+                )
             _log.warning("%s: files that are not used: %s", self.path, found)
 
     def close(self) -> None:
@@ -136,6 +147,7 @@ class DiskLevel:
             if key in self._files or key in self._writing:
                 return None
             self._writing.add(key)
+            self._drop_other(self._path(key))
             self._make_room(file.file_bytes)
             self._bytes += file.file_bytes  # so that other writers do not take the same room
         try:
@@ -196,12 +208,13 @@ class DiskLevel:
                 by_kind[file.kind] += file.nbytes
             stats = LevelStats(**vars(self._stats))
             stats.entries, stats.bytes, stats.by_kind = len(self._files), self._bytes, by_kind
+            stats.others, stats.others_bytes = len(self._others), self._others_bytes
             return stats
 
     def held_bytes(self) -> int:
-        """What all files together take."""
+        """What all files together take, those of other models and versions as well."""
         with self._lock:
-            return self._bytes
+            return self._bytes + self._others_bytes
 
     def ignored(self) -> Counter[str]:
         """Files that were not used, by reason."""
@@ -215,7 +228,7 @@ class DiskLevel:
         return self.path / name[:2] / (name + _SUFFIX)
 
     def _own(self) -> None:
-        self._lock_file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._lock_file = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -223,10 +236,22 @@ class DiskLevel:
                 raise
             self.close()
             raise KvspanError(
-                f"{self.path} is another process's host tier; open it read-only, or use another"
+                f"{self.path} is in use; expected a folder that no running process keeps entries "
+                f"in; found {self._owner()}; stop that one or name another folder"
             ) from None
+        os.truncate(self._lock_file, 0)
+        os.pwrite(self._lock_file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    def _owner(self) -> str:
+        """Who has the directory, as it said itself."""
+        with contextlib.suppress(OSError):
+            told = (self.path / _LOCK).read_text(errors="replace")[:200]
+            if told.startswith("process "):
+                return one_line(told)
+        return "another process"
 
     def _scan(self) -> None:
+        others = []
         for entry in self._entries():
             if entry.name.startswith(_TEMPORARY):
                 self._ignored["torn"] += 1
@@ -236,12 +261,17 @@ class DiskLevel:
                 key, file = self._inspect(Path(entry.path))
             except Ignored as why:
                 self._ignored[str(why)] += 1
-                if str(why) == "torn":
+                if str(why) in ("torn", "checksum"):
                     self._unlink(Path(entry.path))
+                elif str(why) in ("other model", "other version"):
+                    others.append(entry)
                 continue
             self._files[key] = file
             self._bytes += file.file_bytes
             self._order.push(key, file.worth)
+        for entry in sorted(others, key=_age):
+            self._others[Path(entry.path)] = entry.stat().st_size
+        self._others_bytes = sum(self._others.values())
         if not self.read_only:
             self._make_room(0)
 
@@ -253,7 +283,7 @@ class DiskLevel:
                 # By age: where all else is equal, the oldest goes first.
                 yield from sorted(
                     (f for f in files if f.is_file(follow_symlinks=False)),
-                    key=lambda f: f.stat().st_mtime_ns,
+                    key=_age,
                 )
 
     def _inspect(self, path: Path) -> tuple[bytes, FileInfo]:
@@ -280,12 +310,22 @@ class DiskLevel:
         return file
 
     def _make_room(self, nbytes: int) -> None:
-        while self._bytes + nbytes > self.max_bytes:
+        while self._bytes + self._others_bytes + nbytes > self.max_bytes:
+            if self._others:
+                self._drop_other(next(iter(self._others)))
+                self._stats.others_removed += 1
+                continue
             key = self._order.pop()
             if key is None:
                 return
             self._drop(key)
             self._stats.evictions += 1
+
+    def _drop_other(self, path: Path) -> None:
+        """Removes a file of another model or version, if that is what is there."""
+        if path in self._others:
+            self._others_bytes -= self._others.pop(path)
+            self._unlink(path)
 
     def _drop(self, key: bytes) -> None:
         file = self._files.pop(key)
@@ -310,3 +350,7 @@ class DiskLevel:
         if not self.read_only:
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def _age(file: os.DirEntry[str]) -> int:
+    return file.stat().st_mtime_ns

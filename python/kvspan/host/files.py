@@ -126,8 +126,10 @@ def _parse(head: bytes, size_on_disk: int, wanted: bytes) -> tuple[bytes, FileIn
     if len(head) < _HEADER.size:
         raise Ignored("torn")
     _, version, size, fingerprint, nbytes, cost, key_len, kind_len = _HEADER.unpack_from(head)
-    if version != _VERSION or size != _HEADER.size + key_len + kind_len:
-        raise Ignored("foreign")
+    if version != _VERSION:
+        raise Ignored("other version")
+    if size != _HEADER.size + key_len + kind_len:
+        raise Ignored("checksum")
     if fingerprint != wanted:
         raise Ignored("other model")
     if size_on_disk != size + nbytes + _DIGEST_BYTES or len(head) < size:

@@ -18,6 +18,9 @@ class LevelStats:
         hits: lookups answered from this level.
         evictions: entries dropped to make room.
         stores: entries written.
+        others, others_bytes: on disk, files of other models and versions in the same folder, which
+            count in the budget, and what they take.
+        others_removed: those removed to make room.
     """
 
     entries: int = 0
@@ -27,6 +30,9 @@ class LevelStats:
     hits: int = 0
     evictions: int = 0
     stores: int = 0
+    others: int = 0
+    others_bytes: int = 0
+    others_removed: int = 0
 
 
 @dataclass
