@@ -30,6 +30,22 @@ logger = logging.getLogger("vllm.kvspan")
 NAME = "kvspan"  # of both entry points, as VLLM_PLUGINS names them
 CONNECTOR = "KvspanConnector"
 MODULE = "kvspan.vllm.connector"
+# Hybrid architectures, and the modules of vLLM's that have their classes.
+HYBRID_MODELS = {
+    name: f"vllm.model_executor.models.{module}"
+    for module, names in {
+        "qwen3_next": ("Qwen3NextForCausalLM",),
+        "qwen3_5": (
+            "Qwen3_5ForCausalLM",
+            "Qwen3_5MoeForCausalLM",
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForConditionalGeneration",
+        ),
+        "olmo_hybrid": ("OlmoHybridForCausalLM",),
+    }.items()
+    for name in names
+}
+HYBRIDS_MODULE = "kvspan.vllm.hybrid.models"
 QUERY_PATH = "/v1/query/execute"
 # What of vLLM's server the endpoint stands on, beside the plug-in interface itself.
 SERVER_HOOKS = (
@@ -44,9 +60,11 @@ SERVER_HOOKS = (
 def register() -> None:
     """Let ``kv_connector`` be `KvspanConnector` without a module path. May be called again.
 
-    Also puts the attention backend that `kvspan.vllm.attention` needs in the place of vLLM's.
+    Also puts the attention backend that `kvspan.vllm.attention` needs in the place of vLLM's, and
+    the hybrid models of `kvspan.vllm.hybrid.models`, unless another plug-in has replaced those.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.model_executor.models.registry import ModelRegistry
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     backend = "kvspan.vllm.attention.SpanCPUAttentionBackend"
@@ -55,6 +73,9 @@ def register() -> None:
         KVConnectorFactory.get_connector_class_by_name(CONNECTOR)
     except ValueError:
         KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
+    for name, module in HYBRID_MODELS.items():
+        if getattr(ModelRegistry.models.get(name), "module_name", None) == module:
+            ModelRegistry.register_model(name, f"{HYBRIDS_MODULE}:{name}")
 
 
 class EndpointPlugin:

@@ -13,7 +13,10 @@ Row i is token i of the flattened batch. Needs torch, not vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,11 +26,13 @@ from kvspan.hybrid.groups import layer_map
 
 Parts = Callable[[Any], list[Tensor]]
 
-_ROWS = "kvspan_rows"  # the buffer of a module
-_CAPTURE = "kvspan_capture"  # of a decoder
+# Models alive. vLLM gives a connector the attention layers only, not the decoder around them.
+_decoders: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 _library = torch.library.Library("kvspan", "FRAGMENT")
-_library.define("capture(Tensor(a!) rows, Tensor[] parts) -> ()")
+# The parts are not written, but declared so: code compiled from what follows then goes on with the
+# values that were captured, and does not compute them anew with more digits than are stored.
+_library.define("capture(Tensor(a!) rows, Tensor(b!)[] parts) -> ()")
 
 
 @torch.library.impl(_library, "capture", "CompositeExplicitAutograd")
@@ -53,7 +58,8 @@ class Capture:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._modules: dict[str, nn.Module] = {}
+        self._rows: dict[str, Tensor] = {}
+        self._off = False
 
     def tap(
         self, name: str, module: nn.Module, width: int, dtype: torch.dtype, parts: Parts
@@ -64,23 +70,35 @@ class Capture:
         traced when the model is compiled. Call this before the first forward pass.
         """
         device = next(module.parameters()).device
+        # A tensor of its own for each, since compiled code takes views of one badly. No buffer of
+        # the module: it is no weight, neither for checksums nor for a sleeping engine.
         rows = torch.empty(self.capacity, width, dtype=dtype, device=device)
-        module.register_buffer(_ROWS, rows, persistent=False)
+        module.kvspan_rows = rows
 
         def hook(module: nn.Module, _args: Any, output: Any) -> None:
-            torch.ops.kvspan.capture(getattr(module, _ROWS), parts(output))
+            if self._off:
+                return
+            torch.ops.kvspan.capture(module.kvspan_rows, parts(output))
 
         module.register_forward_hook(hook)
-        self._modules[name] = module
+        self._rows[name] = rows
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Modules called in here, or traced for later calls, leave nothing behind."""
+        self._off = True
+        try:
+            yield
+        finally:
+            self._off = False
 
     def rows(self, name: str) -> Tensor:
         """[capacity, width]: of the last pass, row i for token i of its flattened batch."""
-        rows: Tensor = getattr(self._modules[name], _ROWS)
-        return rows
+        return self._rows[name]
 
     @property
     def nbytes(self) -> int:
-        return sum(self.rows(name).nbytes for name in self._modules)
+        return sum(rows.nbytes for rows in self._rows.values())
 
 
 def stream(layer: int) -> str:
@@ -88,7 +106,7 @@ def stream(layer: int) -> str:
     return f"stream.{layer}"
 
 
-def _pair(output: Any) -> list[Tensor]:
+def _side_by_side(output: Any) -> list[Tensor]:
     return [output] if isinstance(output, Tensor) else list(output)
 
 
@@ -97,24 +115,35 @@ def _sum(output: Any) -> list[Tensor]:
 
 
 def capture_streams(
-    decoder: Any, capacity: int, dtype: torch.dtype, width: int, pair: bool
+    decoder: Any, hidden_size: int, dtype: torch.dtype, *, pair: bool, capacity: int
 ) -> Capture:
     """Keep what the groups of linear-attention layers of a decoder start from.
 
-    width: of a hidden vector. pair: (hidden, residual) side by side, else their sum; a model whose
-    layers hand on one tensor has only that.
+    pair: (hidden, residual) side by side, else their sum. Layers that hand on one tensor have only
+    that. Call this before the first forward pass.
     """
     capture = Capture(capacity)
     layers = decoder.layers
     for index in layer_map([layer.layer_type for layer in layers]).streams:
-        capture.tap(
-            stream(index), layers[index], width * (1 + pair), dtype, _pair if pair else _sum
-        )
-    setattr(decoder, _CAPTURE, capture)
+        two = pair and "residual" in inspect.signature(type(layers[index]).forward).parameters
+        parts = _side_by_side if pair else _sum
+        capture.tap(stream(index), layers[index], hidden_size * (1 + two), dtype, parts)
+    decoder.kvspan_capture = capture
+    _decoders.add(decoder)
     return capture
 
 
-def capture_of(decoder: nn.Module) -> Capture | None:
-    """What `capture_streams` has made of it."""
-    found: Capture | None = getattr(decoder, _CAPTURE, None)
-    return found
+def captured(layers: Mapping[str, Any]) -> tuple[Any, Capture]:
+    """The decoder that `capture_streams` was called for and that has these linear_attn layers.
+
+    layers: by name, as in vLLM's static_forward_context, which may hold others as well.
+    RuntimeError where there is none.
+    """
+    known = {id(layer) for layer in layers.values()}
+    for decoder in _decoders:
+        if any(id(getattr(layer, "linear_attn", None)) in known for layer in decoder.layers):
+            return decoder, decoder.kvspan_capture
+    raise RuntimeError(
+        "kvspan: the model was built without the buffers of kvspan; "
+        "expected that of kvspan.vllm.hybrid.models"
+    )

@@ -1,35 +1,13 @@
-"""vLLM's modules as Tail-Replay uses them: finding the decoder, and running one layer by itself."""
+"""vLLM's modules as Tail-Replay uses them: running one layer by itself, and its bytes."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
-
-
-def find_decoder(context: Mapping[str, Any]) -> Any:
-    """The module whose blocks hold these attention layers; it has embed_tokens and layers.
-
-    vLLM gives a connector the attention layers (context, by name), not the blocks around them, so
-    the decoder is looked for among all modules alive. Raises RuntimeError where there is none.
-    """
-    known = {id(module) for module in context.values()}
-    for candidate in gc.get_objects():
-        # By type: isinstance would ask proxies, which may import things to answer.
-        if not issubclass(type(candidate), torch.nn.Module):
-            continue
-        parts = candidate.__dict__.get("_modules", {})
-        layers = parts.get("layers")
-        if layers is None or "embed_tokens" not in parts:
-            continue
-        if any(id(getattr(layer, "linear_attn", None)) in known for layer in layers):
-            return candidate
-    raise RuntimeError("kvspan: no decoder with linear_attn layers among vLLM's modules")
 
 
 def to_bytes(tensor: torch.Tensor) -> np.ndarray:

@@ -18,9 +18,8 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvspan.hybrid.groups import LINEAR, Group, layer_map
-from kvspan.vllm.hybrid.capture import capture_streams, stream
+from kvspan.vllm.hybrid.capture import captured, stream
 from kvspan.vllm.hybrid.layers import (
-    find_decoder,
     load,
     mixed_qkv,
     one_sequence,
@@ -88,7 +87,8 @@ class Replayer:
         self.attention_layer = self._attention_layers[0]
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvspan-copy")
         self.copy_delay = 0.0  # seconds added to every restore's copy, for tests of the overlap
-        self._model = model = find_decoder(self._context)
+        self._model, self.capture = captured(self._context)
+        model = self._model
         self._device = next(model.parameters()).device
         layers = layer_map([layer.layer_type for layer in model.layers])
         self.groups, self.streams = layers.groups, layers.streams
@@ -98,13 +98,6 @@ class Replayer:
             for index, layer in enumerate(model.layers)
             if layer.layer_type == LINEAR
         }
-        self.capture = capture_streams(
-            model,
-            self.config.scheduler_config.max_num_batched_tokens,
-            self.config.model_config.dtype,
-            self.hidden_size,
-            self.pair,
-        )
 
     def _slot(self, layer: int, table: Table, position: int) -> int:
         """The block with the layer's state once `position` tokens have been run."""

@@ -13,6 +13,7 @@ from kvspan.ops import digest_fields
 from kvspan.vllm import HYBRIDS
 from kvspan.vllm.hybrid.store import Geometry, PageStore
 from kvspan.vllm.hybrid.tracking import Policy, parse_policy
+from kvspan.vllm.plugin import HYBRIDS_MODULE
 from kvspan.vllm.settings import WHERE, check_settings
 
 if TYPE_CHECKING:
@@ -134,6 +135,14 @@ def is_hybrid(kv_cache_config: KVCacheConfig) -> bool:
     return any(isinstance(g.kv_cache_spec, MambaSpec) for g in kv_cache_config.kv_cache_groups)
 
 
+def _built_here(architecture: str) -> bool:
+    """Whether models of this class are made by `kvspan.vllm.hybrid.models`."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    found = ModelRegistry.models.get(architecture)
+    return getattr(found, "module_name", None) == HYBRIDS_MODULE
+
+
 def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """Why prefix reuse at any token is off for this configuration; "" when it is on."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
@@ -165,6 +174,13 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         )
     if vllm_config.speculative_config is not None:
         return "speculative decoding"
-    if not model.enforce_eager:
-        return "compiled execution (give --enforce-eager)"
+    if parallel.use_ubatching:
+        return "dual-batch overlap, which splits a step's rows"
+    if parallel.use_sequence_parallel_moe:
+        return "sequence parallelism, which splits a step's rows"
+    if not _built_here(name := model.architecture):
+        return (
+            f"{name} is not kvspan's, so its hidden vectors are not captured (VLLM_PLUGINS, where "
+            "it is set, must name kvspan, and no other plug-in may replace that class)"
+        )
     return ""
