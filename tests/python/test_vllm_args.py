@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvspan.cli import main
+from kvspan.host import DiskLevel
 from kvspan.vllm import launch
+from kvspan.vllm.settings import SETTINGS as ALL_SETTINGS
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -37,6 +40,61 @@ def test_the_line_for_a_shell_says_what_the_object_says(
     assert "--enable-prompt-tokens-details" in flags
 
 
+SETTINGS = (
+    *("--replay", "ratio:0.05", "--host-gib", "2", "--disk", "1", "--disk-gib", "0.5"),
+    *("--connector-option", "decode=false", "--connector-option", "state-every=512"),
+)
+SET = {
+    "replay": "ratio:0.05", "host_gib": 2.0, "disk": "1", "disk_gib": 0.5, "decode": False,
+    "state_every": 512,
+}  # fmt: skip
+
+
+def settings_in(command: list[str]) -> Any:
+    transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
+    return transfer["kv_connector_extra_config"]
+
+
+def test_settings_of_the_connector(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert settings_in(json.loads(printed(capsys, "M", "--json", *SETTINGS))["command"]) == SET
+    started: list[Any] = []
+    monkeypatch.setattr(launch, "find_spec", lambda name: object())
+    monkeypatch.setattr(os, "execvpe", lambda *call: started.append(call))
+    main(["serve", "--engine", "vllm", *SETTINGS, "M", "--port", "1"])
+    ((_, command, _),) = started
+    assert settings_in(command) == SET and command[-2:] == ["--port", "1"]
+    assert main(["vllm-args", "M"]) == 0
+    assert "extra_config" not in capsys.readouterr().out
+
+
+def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["vllm-args", "-h"])
+    lines = capsys.readouterr().out.splitlines()
+    for settings in ALL_SETTINGS.values():
+        for name, setting in settings.items():
+            assert any(line.startswith(f"  {name} ") and setting.text in line for line in lines)
+
+
+def test_a_folder_in_use_is_said_before_vllm_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda name: object())
+    monkeypatch.setattr(os, "execvpe", lambda *call: None)
+    words = ["serve", "--engine", "vllm", "--disk", str(tmp_path / "new"), "M"]
+    main(words)
+    assert not (tmp_path / "new").exists() and not capsys.readouterr().err
+    with closing(DiskLevel(tmp_path / "new", 1 << 20, b"another")):
+        assert main(words) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "new is in use; expected a folder that no running process keeps entries in; " in said
+    assert f"found process {os.getpid()} on " in said
+    main(words)
+    assert not capsys.readouterr().err, "it is free again"
+
+
 def test_the_build_for_cpus(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +116,7 @@ def test_serve_becomes_vllm(
     words = ["--parentheses", "0,5,6,7", "M", "--port", "8001", "--json", "-tp", "2"]
     main(["serve", "--engine", "vllm", *words])
     ((file, command, env),) = started
-    assert command == [*launch.plan("M", parentheses="0,5,6,7").command, *words[3:]]
+    assert command == [*launch.plan("M", {"parentheses": "0,5,6,7"}).command, *words[3:]]
     assert file == command[0] and env["VLLM_API_KEY"] == "secret"
     assert "kvspan" in env["VLLM_PLUGINS"].split(",") and "secret" not in " ".join(command)
 
@@ -71,6 +129,12 @@ def test_serve_becomes_vllm(
         (("--port", "1", "M"), "--port: options of vLLM's own go after MODEL"),
         (("M", "--kv_transfer_config={}"), "--kv_transfer_config: kvspan sets it"),
         (("--parentheses", "1,2", "M"), "parentheses: bad token ids"),
+        (("--host-gib", "much", "M"), "--host-gib is out of range; expected a number, 0 or more"),
+        (("--disk-gib", "3", "M"), "disk_gib: no folder to keep files in; expected disk with it"),
+        (("--connector-option", "hostgib=3", "M"), "-option hostgib: unknown setting (did you me"),
+        (("--connector-option", "decode", "M"), "--connector-option: no setting; expected NAME=V"),
+        (("--connector-option", "k_min=0", "M"), "-option k_min is out of range; expected a whole"),
+        (("--host-gib", "1", "--connector-option", "host_gib=2", "M"), "host_gib is set twice"),
     ],
     ids=str,
 )
@@ -90,6 +154,28 @@ def test_without_vllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     assert main(["serve", "--engine", "vllm", "M"]) == 1
     assert "pip install 'kvspan[vllm]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "line"),
+    [
+        ("llama", "replay=exact", "replay: is for hybrid models, this is one of models with atten"),
+        ("qwen3_next", "steer=true", "steer: is for models with attention only, this is one of hy"),
+    ],
+)
+def test_settings_for_another_kind_of_model(
+    kind: str, option: str, line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert main(["vllm-args", str(tmp_path), "--connector-option", option]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"kv_connector_extra_config.{line}" in said
+
+
+def test_options_of_the_connector_need_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--host-gib", "2"], ["--disk", "d"], ["--connector-option", "decode=true"]):
+        assert main(["serve", *words]) == 2
+        assert f"{words[0]} has no meaning without --engine vllm" in capsys.readouterr().err
 
 
 def test_hybrids_get_their_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

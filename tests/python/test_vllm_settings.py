@@ -36,7 +36,11 @@ def test_defaults_are_of_the_kind_of_model() -> None:
         ({"disk": "d", "disk_gib": 0}, None, "disk_gib is out of range; expected a number, 9.54e"),
         ({"disk_gib": 3}, None, "disk_gib: no folder to keep files in; expected disk with it"),
         ({"hidden": "half"}, None, "unknown value; expected pair or sum; found 'half'"),
-        ({"hidden": "sum"}, None, "exact replay needs exact hidden vectors; expected hidden pair"),
+        (
+            {"hidden": "sum"},
+            None,
+            r"\.hidden: exact replay needs exact hidden vectors; exp",
+        ),
         ({"replay": "ratio:2"}, None, r"\.replay: unknown replay policy; expected exact, ratio:R"),
         ({"parentheses": "1,2"}, None, "expected PAD,START,SIBLING,END; found '1,2'"),
     ],

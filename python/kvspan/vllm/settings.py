@@ -102,35 +102,50 @@ SETTINGS: dict[Kind, dict[str, Setting]] = {
 _MODELS = {"spans": "models with attention only", "hybrid": "hybrid models"}
 
 
-def check_settings(
-    extra: Mapping[str, object] | None, kind: Kind | None = None, where: str = WHERE
-) -> dict[str, Any]:
+def check_setting(name: str, value: object, where: str, kind: Kind | None = None) -> Any:
+    """One setting's value, checked; UsageError as from `check_settings`."""
+    known = {**SETTINGS["spans"], **SETTINGS["hybrid"], **(SETTINGS[kind] if kind else {})}
+    if name not in known:
+        raise UsageError(
+            f"{where}: unknown setting{_meant(str(name), known)}",
+            expected=", ".join(sorted(SETTINGS[kind] if kind else known)),
+        )
+    if kind and name not in SETTINGS[kind]:
+        other = _MODELS["spans" if kind == "hybrid" else "hybrid"]
+        raise UsageError(f"{where}: is for {other}, this is one of {_MODELS[kind]}")
+    return known[name].checked(value, where)
+
+
+def check_settings(extra: Mapping[str, object] | None, kind: Kind | None = None) -> dict[str, Any]:
     """The settings of `extra`, checked; where the kind of model is known, with all defaults.
 
     Raises:
         UsageError: for a setting that is unknown, makes no sense, or is none of this kind's.
     """
-    given = dict(extra or {})
-    known = {**SETTINGS["spans"], **SETTINGS["hybrid"], **(SETTINGS[kind] if kind else {})}
-    for name in given:
-        if name not in known:
-            raise UsageError(
-                f"{where}.{name}: unknown setting{_meant(str(name), known)}",
-                expected=", ".join(sorted(SETTINGS[kind] if kind else known)),
-            )
-        if kind and name not in SETTINGS[kind]:
-            other = _MODELS["spans" if kind == "hybrid" else "hybrid"]
-            raise UsageError(f"{where}.{name}: is for {other}, this is one of {_MODELS[kind]}")
-    found = {name: known[name].checked(value, f"{where}.{name}") for name, value in given.items()}
+    found = {
+        name: check_setting(name, value, f"{WHERE}.{name}", kind)
+        for name, value in (extra or {}).items()
+    }
     if "disk_gib" in found and not found.get("disk"):
-        raise UsageError(f"{where}.disk_gib: no folder to keep files in", expected="disk with it")
+        raise UsageError(f"{WHERE}.disk_gib: no folder to keep files in", expected="disk with it")
     if found.get("hidden") == "sum" and found.get("replay", "exact") == "exact":
         raise UsageError(
-            f"{where}: exact replay needs exact hidden vectors",
+            f"{WHERE}.hidden: exact replay needs exact hidden vectors",
             expected="hidden pair, or replay with another policy", found="hidden sum",
         )  # fmt: skip
     defaults = {name: setting.default for name, setting in SETTINGS[kind].items()} if kind else {}
     return {**defaults, **found}
+
+
+def described() -> str:
+    """All settings, one a line: name, default, meaning."""
+    lines = []
+    for kind, settings in SETTINGS.items():
+        lines.append(f"of {_MODELS[kind]}:")
+        for name, setting in settings.items():
+            default = json.dumps(setting.default) if setting.default != "" else "none"
+            lines.append(f"  {name:<12} {default:<8} {setting.text}")
+    return "\n".join(lines)
 
 
 def parse_setting(text: str, where: str) -> tuple[str, Any]:
