@@ -14,7 +14,8 @@ def test_defaults_are_of_the_kind_of_model() -> None:
     for kind, settings in SETTINGS.items():
         found = check_settings(None, kind)
         assert found == {name: setting.default for name, setting in settings.items()}
-        assert check_settings(found | {"disk": "d"}, kind)["disk"] == "d"
+        with_disk = found | {"disk": "d", "host_gib": 0.5}
+        assert check_settings(with_disk, kind) == with_disk
     assert check_settings({"state_every": 64}) == {"state_every": 64}
 
 
@@ -35,6 +36,7 @@ def test_defaults_are_of_the_kind_of_model() -> None:
         ({"host_gib": "4"}, None, "expected a number, 0 or more; found '4'"),
         ({"disk": "d", "disk_gib": 0}, None, "disk_gib is out of range; expected a number, 9.54e"),
         ({"disk_gib": 3}, None, "disk_gib: no folder to keep files in; expected disk with it"),
+        ({"disk": "d"}, "spans", "spans are kept on disk behind memory; expected host_gib with it"),
         ({"hidden": "half"}, None, "unknown value; expected pair or sum; found 'half'"),
         (
             {"hidden": "sum"},

@@ -128,7 +128,7 @@ def test_nothing_is_left_behind(tight: Served) -> None:
             gc.collect()
             memory.append((len(gc.get_objects()), resident_bytes()))
     assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
-    assert not connector._tracked and not connector._notes and not connector._holding
+    assert not connector._tracked and not connector._audits.notes and not connector._rows.holding
     assert not connector._scheduler._computing
     assert len(connector._scheduler._written) <= connector._scheduler.limit + 1
     assert aborted >= REQUESTS // 10

@@ -44,8 +44,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from kvspan.errors import UsageError
 from kvspan.layout import SpanLayout, layout_from_tokens
-from kvspan.vllm import attention
-from kvspan.vllm import connector as connector_module
+from kvspan.vllm import attention, span_worker
 from kvspan.vllm.connector import KvspanConnector
 from kvspan.vllm.moving import BlockMover
 from kvspan.vllm.prepare import prepare_stages
@@ -276,7 +275,7 @@ def _several_at_once(served: Served, seed: int) -> tuple[Verdict, int]:
         Ask(make([0, 3], seed=seed), prepare=False, timeout_s=0, placement="parallel"),
     ]
     most, verdict = 0, Verdict()
-    apply = connector_module.apply
+    apply = span_worker.apply
 
     def record(plan: attention.StepPlan, *args) -> None:
         nonlocal most
@@ -284,7 +283,7 @@ def _several_at_once(served: Served, seed: int) -> tuple[Verdict, int]:
         apply(plan, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connector_module, "apply", record)
+        patch.setattr(span_worker, "apply", record)
         for ask, output in zip(asks, run(served, asks), strict=True):
             assert output is not None
             judge(served, ask, output, verdict)
@@ -332,13 +331,13 @@ def test_control_anchor_is_not_moved(served: Served, monkeypatch: pytest.MonkeyP
 def test_decode_steps_are_vllms_own(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full CUDA graph would not see the metadata; it must be able to serve these steps."""
     planned = []
-    apply = connector_module.apply
+    apply = span_worker.apply
 
     def record(plan: attention.StepPlan, *args) -> None:
         planned.append(plan)
         apply(plan, *args)
 
-    monkeypatch.setattr(connector_module, "apply", record)
+    monkeypatch.setattr(span_worker, "apply", record)
     ask = Ask(make([0, 1, 2], seed=65), max_tokens=8)
     (output,) = run(served, [ask])
     assert output is not None and not planned  # prepared: no step at all

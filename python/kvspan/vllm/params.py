@@ -43,13 +43,15 @@ class SpanAudit:
 
     moved_tokens: copied to their place. in_place_tokens: of these, rotated where they lay (the
     connector's option "steer"). computed_tokens: computed by the request itself, under the
-    mask of its scope. Both count again what a preempted request does again.
+    mask of its scope. Both count again what a preempted request does again. host_tokens: of its
+    spans and its anchor, brought back from the host before it could start.
     """
 
     span_tokens: int = 0
     moved_tokens: int = 0
     in_place_tokens: int = 0
     computed_tokens: int = 0
+    host_tokens: int = 0
     fallback: str = ""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -44,6 +45,28 @@ class PlacedSpan:
         if self.delta == 0:
             return self.keys[index]
         return digest_fields("kvspan/vllm/placed/v1", self.keys[index], self.delta)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What the host tier keeps of a request as one: its anchor, or a span at its canonical place.
+
+    key: of its content, 32 bytes. hashes: of its blocks in vLLM's pool, as they are found there.
+    [start, end): its tokens in the request. position: of its first token where it is computed.
+    is_here: whether the request's own blocks hold it as it is kept, not a rotated copy.
+    """
+
+    key: bytes
+    hashes: tuple[bytes, ...]
+    start: int
+    end: int
+    position: int
+    is_span: bool
+    is_here: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
 
 
 @dataclass(frozen=True)
@@ -113,6 +136,24 @@ class SpanRequest:
             first = span.start // size
             for i in range(len(span.keys)):
                 self.hashes[first + i] = span.block_hash(i)
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The anchor, if there is one, and every distinct span."""
+        layout, out = self.layout, []
+        if count := len(self._anchor):
+            key, hashes = self._keys[count - 1], tuple(self._anchor)
+            out.append(Piece(key, hashes, 0, layout.anchor_len, 0, is_span=False, is_here=True))
+        spans: dict[bytes, PlacedSpan] = {}
+        for span in self.spans:
+            known = spans.setdefault(span.identity, span)
+            if known.delta and not span.delta:
+                spans[span.identity] = span
+        base = layout.canonical_start
+        for key, span in spans.items():
+            here = span.delta == 0
+            out.append(Piece(key, span.keys, span.start, span.end, base, True, here))
+        return out
 
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:
         """Hashes of all full blocks once the request has grown to token_ids."""
@@ -243,6 +284,14 @@ class SpanScheduler:
 
     def _is_source(self, span: PlacedSpan) -> bool:
         return span.identity in self._written and span.identity not in self._computing
+
+    def is_computing(self, identity: bytes) -> bool:
+        """Whether a request is at computing this span where it belongs."""
+        return identity in self._computing
+
+    def mark_loaded(self, identity: bytes) -> None:
+        """All blocks of a span are in the pool, and hold what was computed before."""
+        self._written.add(identity)
 
     def begin(self, request: SpanRequest, num_computed: int) -> None:
         """The request was given blocks to compute from num_computed on: not yet sources."""

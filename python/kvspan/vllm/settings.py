@@ -82,6 +82,7 @@ _BOTH = {
 SETTINGS: dict[Kind, dict[str, Setting]] = {
     "spans": {
         "steer": Setting(False, "rotate spans where they lie instead of copying them"),
+        "host_gib": Setting(0.0, "memory for spans that the device has evicted; 0 for none"),
         **_BOTH,
     },
     "hybrid": {
@@ -128,6 +129,10 @@ def check_settings(extra: Mapping[str, object] | None, kind: Kind | None = None)
     }
     if "disk_gib" in found and not found.get("disk"):
         raise UsageError(f"{WHERE}.disk_gib: no folder to keep files in", expected="disk with it")
+    if kind == "spans" and found.get("disk") and not found.get("host_gib"):
+        raise UsageError(
+            f"{WHERE}.disk: spans are kept on disk behind memory", expected="host_gib with it"
+        )
     if found.get("hidden") == "sum" and found.get("replay", "exact") == "exact":
         raise UsageError(
             f"{WHERE}.hidden: exact replay needs exact hidden vectors",

@@ -24,6 +24,13 @@ COUNTS = {
     "span_tokens_moved": "Tokens of spans copied to other positions",
     "span_tokens_prepared": "Tokens of spans that were computed",
     "span_deferred_seconds": "Seconds that requests waited for their spans",
+    "host_loads": "Spans and anchors brought back from the host tier",
+    "host_tokens_loaded": "Tokens of these",
+    "host_load_seconds": "Seconds that bringing them back took, which other work may hide",
+    "host_load_failures": "Spans and anchors that the host tier had lost or could not read",
+    "host_stores": "Spans and anchors copied to the host tier",
+    "host_tokens_stored": "Tokens of these",
+    "host_evictions": "Of these, dropped from its memory to make room",
     "replay_tokens_looked_up": "Prompt tokens of a hybrid model that were looked up",
     "replay_tokens_matched": "Of these, tokens whose KV was restored",
     "replay_tokens_replayed": "Of these, tokens that linear-attention layers ran again",
@@ -47,33 +54,42 @@ REASONS = {
     "connector": "another connector's tokens were taken",
 }
 REFUSED = "span_requests_refused"
+HOST_REFUSED = "host_refused"  # by the host tier's own reasons
 
 
 @dataclass
 class SpanStats(KVConnectorStats):
-    """data: numbers for COUNTS, under REFUSED for the REASONS met, and for the GAUGES read."""
+    """data: numbers for COUNTS, under REFUSED for the REASONS met, under HOST_REFUSED for those of
+    the host tier, and for the GAUGES read."""
 
     def __post_init__(self) -> None:
         if not self.data:
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {**dict.fromkeys(COUNTS, 0.0), REFUSED: {}}
+        self.data: dict[str, Any] = {**dict.fromkeys(COUNTS, 0.0), REFUSED: {}, HOST_REFUSED: {}}
 
     def add(self, name: str, count: float) -> None:
         self.data[name] += count
 
     def refuse(self, reason: str) -> None:
         assert reason in REASONS
-        refused = self.data[REFUSED]
-        refused[reason] = refused.get(reason, 0) + 1
+        self._refuse(REFUSED, reason, 1)
+
+    def refuse_host(self, reason: str, times: int) -> None:
+        self._refuse(HOST_REFUSED, reason, times)
+
+    def _refuse(self, what: str, reason: str, times: int) -> None:
+        refused = self.data[what]
+        refused[reason] = refused.get(reason, 0) + times
 
     def aggregate(self, other: KVConnectorStats) -> SpanStats:
         for name in COUNTS:
             self.data[name] += other.data[name]
         self.data.update({name: other.data[name] for name in GAUGES if name in other.data})
-        for reason, count in other.data[REFUSED].items():
-            self.data[REFUSED][reason] = self.data[REFUSED].get(reason, 0) + count
+        for what in (REFUSED, HOST_REFUSED):
+            for reason, count in other.data[what].items():
+                self._refuse(what, reason, count)
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -82,10 +98,13 @@ class SpanStats(KVConnectorStats):
             for name in (*COUNTS, *GAUGES)
             if self.data.get(name) or name.startswith("span_")
         }
-        return {**counts, REFUSED.replace("_", " "): sum(self.data[REFUSED].values())}
+        refused = {what: sum(self.data[what].values()) for what in (REFUSED, HOST_REFUSED)}
+        counts.update({k.replace("_", " "): n for k, n in refused.items() if n or k == REFUSED})
+        return counts
 
     def is_empty(self) -> bool:
-        return not self.data[REFUSED] and not any(self.data[name] for name in COUNTS)
+        refused = self.data[REFUSED] or self.data[HOST_REFUSED]
+        return not refused and not any(self.data[name] for name in COUNTS)
 
 
 class SpanPromMetrics(KVConnectorPromMetrics):
@@ -115,6 +134,11 @@ class SpanPromMetrics(KVConnectorPromMetrics):
             documentation="Requests with spans that ran as ordinary ones, by reason",
             labelnames=[*labelnames, "reason"],
         )
+        self._host_refused = counter(
+            name=f"vllm:kvspan_{HOST_REFUSED}",
+            documentation="What the host tier did not take, and files it did not use, by reason",
+            labelnames=[*labelnames, "reason"],
+        )
         for values in per_engine_labelvalues.values():
             for one in (*self._counters.values(), *self._gauges.values()):
                 one.labels(*values)
@@ -128,5 +152,6 @@ class SpanPromMetrics(KVConnectorPromMetrics):
         for name, one in self._gauges.items():
             if name in transfer_stats_data:
                 one.labels(*values).set(transfer_stats_data[name])
-        for reason, count in transfer_stats_data[REFUSED].items():
-            self._refused.labels(*values, reason).inc(count)
+        for what, counter in ((REFUSED, self._refused), (HOST_REFUSED, self._host_refused)):
+            for reason, count in transfer_stats_data[what].items():
+                counter.labels(*values, reason).inc(count)

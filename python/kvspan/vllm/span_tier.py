@@ -1,0 +1,312 @@
+"""The worker's side of spans on the host: copies between vLLM's KV cache and a host tier.
+
+Every worker has a tier of its own for its own share of the model's heads, and does what the
+scheduler (`kvspan.vllm.span_host`) says step by step. An entry is one `Piece`: its blocks of the
+first layer in order, of the second, and so on, in vLLM's own layout. What goes wrong with one is
+reported as failed, and the scheduler takes it for a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvspan.host import CopyJob, CopyQueue, HostTier, Reservation
+
+logger = logging.getLogger("vllm.kvspan")
+
+_SWEEP_EVERY = 256  # stores: then it is found out what the tier has dropped
+KIND = "span"
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """An entry to be copied. id: no other transfer of the engine has it. blocks: of vLLM's pool.
+
+    cost: FLOPs to compute it again; for stores.
+    """
+
+    id: int
+    key: bytes
+    blocks: tuple[int, ...]
+    cost: float = 0.0
+
+
+@dataclass
+class HostStep:
+    """What the workers do in one step, in this order; `stores` after the forward pass.
+
+    settle: ids of transfers whose blocks are about to be written: of stores, which are waited for,
+    and of loads, which are cancelled with all others of their submission. clear: whether all that
+    is kept is dropped. loads: what is copied together, in one submission.
+    """
+
+    settle: list[int] = field(default_factory=list)
+    clear: bool = False
+    loads: list[list[Transfer]] = field(default_factory=list)
+    stores: list[Transfer] = field(default_factory=list)
+
+
+@dataclass
+class HostReport:
+    """What became of transfers, by id, and what else happened since the last report.
+
+    known: per worker, what it has at its start. gone: keys that a worker has dropped, some time
+    ago. evictions: entries. refused: by reason, stores that the tier did not take, and files that
+    it did not use. held: bytes in memory and on disk, by worker.
+    """
+
+    done: list[int] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+    known: list[frozenset[bytes]] = field(default_factory=list)
+    gone: list[bytes] = field(default_factory=list)
+    evictions: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    held: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, other: HostReport) -> None:
+        self.done += other.done
+        self.failed += other.failed
+        self.known += other.known
+        self.gone += other.gone
+        self.evictions += other.evictions
+        for reason, count in other.refused.items():
+            self.refused[reason] = self.refused.get(reason, 0) + count
+        self.held.update(other.held)
+
+
+@dataclass
+class _Store:
+    """A submission of one step's stores, and the memory that it fills."""
+
+    job: CopyJob
+    entries: list[tuple[Transfer, Reservation]]
+
+
+class _Load:
+    """A submission of loads, made by a thread that may have to read files first."""
+
+    def __init__(self, transfers: list[Transfer]) -> None:
+        self.transfers = transfers
+        self.done: list[int] = []
+        self.future: Future[None]
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._job: CopyJob | None = None
+
+    def submit(self, queue: CopyQueue, src: list[Any], dst: list[Any], after: int) -> bool:
+        """Copies; False if it was cancelled."""
+        with self._lock:
+            if self._cancelled:
+                return False
+            self._job = queue.submit(src, dst, after=after)
+        return bool(self._job.wait())
+
+    def cancel(self) -> None:
+        """No byte is written any more once this returns."""
+        with self._lock:
+            self._cancelled = True
+        if self._job is not None:
+            self._job.cancel()
+
+
+class SpanTier:
+    """caches: per layer, vLLM's tensor [num_blocks, ...]. rank: this worker's number.
+
+    The tier is closed with this; its pages best have the size of one block of all layers.
+    """
+
+    def __init__(self, tier: HostTier, caches: Sequence[torch.Tensor], rank: int = 0) -> None:
+        self.tier = tier
+        self._caches = list(caches)
+        self._rank = rank
+        self._block_bytes = block_bytes(caches)
+        device = self._caches[0].device
+        self._fence = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Stores wait for the pass that computes them, and would hold up the loads behind them.
+        self._store_queue, self._load_queue = CopyQueue(str(device)), CopyQueue(str(device))
+        self._loader = ThreadPoolExecutor(1, "kvspan-span-load")
+        self._stores: list[_Store] = []
+        self._loads: list[_Load] = []
+        self._told = set(tier.stored_keys())
+        self._next_sweep = _SWEEP_EVERY + len(self._told)
+        self._evictions = 0
+        self._refused: dict[str, int] = {}
+        self._report: HostReport | None = HostReport(known=[frozenset(self._told)])
+
+    def begin(self, step: HostStep) -> None:
+        """Before the forward pass, which may write to blocks of the transfers to be settled."""
+        settle = set(step.settle)
+        for store in self._stores:
+            if step.clear or any(transfer.id in settle for transfer, _ in store.entries):
+                with contextlib.suppress(RuntimeError):  # is told with the others that failed
+                    store.job.wait()
+        for load in self._loads:
+            if step.clear or any(transfer.id in settle for transfer in load.transfers):
+                load.cancel()
+        if step.clear:
+            self._collect()
+            for key in self.tier.stored_keys():
+                self.tier.remove(key)
+            self._told.clear()
+        after = self._behind() if step.loads else 0
+        for transfers in step.loads:
+            load = _Load(transfers)
+            load.future = self._loader.submit(self._run, load, after)
+            self._loads.append(load)
+
+    def keep(self, transfers: Sequence[Transfer]) -> None:
+        """After the forward pass: its stores, in one submission; those without room are dropped."""
+        entries = []
+        for transfer in transfers:
+            nbytes = len(transfer.blocks) * self._block_bytes
+            reservation = self.tier.reserve(transfer.key, nbytes, cost=transfer.cost, kind=KIND)
+            if reservation is not None:
+                entries.append((transfer, reservation))
+            elif self.tier.contains(transfer.key):
+                self._tell(done=transfer)
+                self._told.add(transfer.key)
+            else:
+                self._tell(failed=transfer)
+        if not entries:
+            return
+        src = [item for transfer, _ in entries for item in self._blocks(transfer)]
+        dst = [page for _, reservation in entries for page in reservation.pages]
+        job = None
+        try:
+            job = self._store_queue.try_submit(src, dst, after=self._behind())
+        finally:
+            if job is None:
+                for transfer, reservation in entries:
+                    reservation.abort()
+                    self._tell(failed=transfer)
+                self._refuse("copies wait", len(entries))
+        if job is not None:
+            self._stores.append(_Store(job, entries))
+
+    def report(self) -> HostReport | None:
+        """What happened since the last call."""
+        self._collect()
+        report, self._report = self._report, None
+        if report is None:
+            return None
+        if len(self._told) > self._next_sweep:
+            kept = self._told.intersection(self.tier.stored_keys())
+            report.gone += self._told - kept
+            self._told = kept
+            self._next_sweep = max(_SWEEP_EVERY, len(kept)) + len(kept)
+        evictions, refused = self.tier.counts()
+        report.evictions, self._evictions = evictions - self._evictions, evictions
+        for reason, count in refused.items():
+            if new := count - self._refused.get(reason, 0):
+                report.refused[reason] = report.refused.get(reason, 0) + new
+        self._refused = dict(refused)
+        report.held = {self._rank: self.tier.held_bytes()}
+        return report
+
+    def close(self) -> None:
+        """Ends what is under way: stores are finished, loads are not."""
+        for load in self._loads:
+            load.cancel()
+        self._loader.shutdown()
+        for store in self._stores:
+            with contextlib.suppress(RuntimeError):
+                store.job.wait()
+        self._collect()
+        self._store_queue.close()
+        self._load_queue.close()
+        self.tier.close()
+
+    def _run(self, load: _Load, after: int) -> None:
+        """Body of the loader's thread. What is not in load.done at its end has failed."""
+        with contextlib.ExitStack() as views:
+            src: list[Any] = []
+            dst: list[Any] = []
+            found = []
+            for transfer in load.transfers:
+                view = self.tier.view(transfer.key)
+                if view is None:
+                    continue
+                views.enter_context(view)
+                if view.nbytes != len(transfer.blocks) * self._block_bytes:
+                    logger.warning(
+                        "kvspan: host entry %s: expected %d bytes, got %d", transfer.key.hex(),
+                        len(transfer.blocks) * self._block_bytes, view.nbytes,
+                    )  # fmt: skip
+                    continue
+                src += view.pages
+                dst += self._blocks(transfer)
+                found.append(transfer.id)
+            if found and load.submit(self._load_queue, src, dst, after):
+                load.done = found
+
+    def _blocks(self, transfer: Transfer) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+        return [(cache, transfer.blocks) for cache in self._caches]
+
+    def _behind(self) -> int:
+        """CUDA: a stream that comes after all that is enqueued by now; 0 on the CPU."""
+        if self._fence is None:
+            return 0
+        self._fence.wait_stream(torch.cuda.current_stream(self._fence.device))
+        return int(self._fence.cuda_stream)
+
+    def _collect(self) -> None:
+        """Ends the transfers that are over."""
+        pending, self._stores = self._stores, []
+        for store in pending:
+            state = store.job.state
+            if state == "pending":
+                self._stores.append(store)
+                continue
+            done = state == "done"
+            for transfer, reservation in store.entries:
+                if done:
+                    reservation.commit()
+                    self._tell(done=transfer)
+                    self._told.add(transfer.key)
+                else:
+                    reservation.abort()
+                    self._tell(failed=transfer)
+            if not done:
+                logger.warning("kvspan: copying spans to the host failed: %s", _why(store.job))
+        over = [load for load in self._loads if load.future.done()]
+        self._loads = [load for load in self._loads if load not in over]
+        for load in over:
+            if error := load.future.exception():
+                logger.warning("kvspan: bringing spans back from the host failed: %s", error)
+            for transfer in load.transfers:
+                if transfer.id in load.done:
+                    self._tell(done=transfer)
+                else:
+                    self._tell(failed=transfer)
+
+    def _tell(self, done: Transfer | None = None, failed: Transfer | None = None) -> None:
+        self._report = self._report or HostReport()
+        if done is not None:
+            self._report.done.append(done.id)
+        if failed is not None:
+            self._report.failed.append(failed.id)
+
+    def _refuse(self, reason: str, count: int) -> None:
+        self._report = self._report or HostReport()
+        self._report.refused[reason] = self._report.refused.get(reason, 0) + count
+
+
+def block_bytes(caches: Sequence[torch.Tensor]) -> int:
+    """Bytes of one block in all layers."""
+    return sum(cache[0].numel() * cache.element_size() for cache in caches)
+
+
+def _why(job: CopyJob) -> str:
+    try:
+        job.wait()
+    except RuntimeError as error:
+        return str(error)
+    return job.state
