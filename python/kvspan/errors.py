@@ -55,6 +55,10 @@ class KvspanError(Exception):
         self.path = path
         self.source = source
 
+    def at(self, path: str) -> KvspanError:
+        """This error at ``path``, unless it names a path of its own."""
+        return KvspanError(self.message, path=self.path or path, source=self.source)
+
     def _parts(self) -> list[str]:
         """Places, from the widest on, and what is wrong there."""
         return [self.source or "", shorten_path(self.path or ""), self.message]
@@ -90,6 +94,18 @@ class UsageError(KvspanError, ValueError):
         self.found = found
         self.line = line
         self.column = column
+
+    def at(self, path: str) -> UsageError:
+        """This error at ``path``, unless it names a path of its own."""
+        return UsageError(
+            self.message,
+            path=self.path or path,
+            expected=self.expected,
+            found=self.found,
+            source=self.source,
+            line=self.line,
+            column=self.column,
+        )
 
     def _parts(self) -> list[str]:
         source, path, text = super()._parts()

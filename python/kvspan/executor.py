@@ -219,7 +219,7 @@ class _Job:
         if not usage or self.options.model or error.path:
             raise error
         first = next(call for call in self.plan.calls if call.node.model == model)
-        raise UsageError(str(error), path=f"{first.path}.g.model") from error
+        raise error.at(f"{first.path}.g.model") from error
 
     def close(self) -> None:
         self.engines.close()
@@ -401,13 +401,7 @@ def _being_cancelled(task: asyncio.Task[Any]) -> bool:
 
 
 def _placed(error: Exception, path: str) -> KvspanError:
-    """The error with the path of the call, of the same kind."""
-    message = str(error)
+    """The error with the path of the call, unless it has one, and of the same kind."""
     if isinstance(error, KvspanError):
-        kind = UsageError if isinstance(error, UsageError) else KvspanError
-        for named in (path, shorten_path(path)):  # engines may name the path themselves
-            if message.startswith((f"{named}: ", f"{named}.")):
-                below, _, text = message[len(named) :].partition(": ")
-                return kind(text, path=path + below)
-        return kind(message, path=path)
-    return KvspanError(f"generate failed: {type(error).__name__}: {message}", path=path)
+        return error.at(path)
+    return KvspanError(f"generate failed: {type(error).__name__}: {error}", path=path)

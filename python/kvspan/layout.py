@@ -390,9 +390,14 @@ def _join(pieces: Iterable[_Piece]) -> list[_Piece]:
 def layout_from_tokens(
     token_ids: Any, spans: Sequence[tuple[int, int]], block_size: int, scope: Scope = "anchored"
 ) -> SpanLayout:
-    """A layout from tokens the caller made: any integer sequence, spans on block boundaries."""
+    """A layout from tokens the caller made: any integer sequence, spans on block boundaries.
+
+    Raises UsageError for what is neither, and for ids that int32 cannot hold.
+    """
     ids = np.asarray(token_ids)
-    if not np.issubdtype(ids.dtype, np.integer):
+    if ids.size and not np.issubdtype(ids.dtype, np.integer):
         raise UsageError(f"token_ids: expected integers, got {ids.dtype}")
+    if (wrong := ids[(ids < 0) | (ids >= 2**31)]).size:
+        raise UsageError(f"token_ids: expected 0 to {2**31 - 1}, got {wrong[0]}")
     pairs = tuple((int(start), int(end)) for start, end in spans)
     return SpanLayout(ids.astype(np.int32), pairs, block_size, scope)

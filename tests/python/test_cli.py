@@ -264,8 +264,8 @@ def test_json_errors_have_parts(capsys, monkeypatch) -> None:
     ("raised", "status", "message"),
     [
         (KvspanError("the pool\nis full"), 1, "$: the pool is full"),
-        (KvspanError("$.g.input: no"), 1, "$.g.input: no"),
-        (UsageError("$: prompt of 9 tokens is too long"), 2, "$: prompt of 9 tokens is too long"),
+        (KvspanError("no", path="$.g.input"), 1, "$.g.input: no"),
+        (UsageError("too long", path="$", found="9"), 2, "$: too long; found 9"),
         (ZeroDivisionError("x"), 1, "$: generate failed: ZeroDivisionError: x"),
         (MemoryError(), 1, "$: generate failed: MemoryError: "),
     ],

@@ -193,8 +193,8 @@ def test_what_is_not_a_query() -> None:
     ("error", "kind", "message"),
     [
         (KvspanError("the pool is full"), KvspanError, "$.par[1]: the pool is full"),
-        (KvspanError("$.par[1]: the pool is full"), KvspanError, "$.par[1]: the pool is full"),
-        (UsageError("too long"), UsageError, "$.par[1]: too long"),
+        (KvspanError("no", path="$.par[1].g.input"), KvspanError, "$.par[1].g.input: no"),
+        (UsageError("long", found="9"), UsageError, "$.par[1]: long; found 9"),
         (
             RuntimeError("bang\nsecond line"),
             KvspanError,

@@ -14,16 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvspan.engine import (
-    Capabilities,
-    GenerateRequest,
-    GenerateResult,
-    Progress,
-    PromptTooLongError,
-)
+from kvspan.engine import Capabilities, GenerateRequest, GenerateResult, Progress
 from kvspan.engine.attention import IMPLEMENTATION
 from kvspan.engine.detokenizer import Detokenizer
 from kvspan.engine.job import EngineStats, Job
+from kvspan.engine.limits import check_request
 from kvspan.engine.loading import load_model
 from kvspan.engine.pool import BlockPool
 from kvspan.engine.rope import UnsupportedModelError, probe_layers
@@ -245,23 +240,14 @@ class LocalEngine:
     def _submit(
         self, request: GenerateRequest, layout: SpanLayout, on_text: Callable[[str], None] | None
     ) -> Job:
-        temperature = request.temperature or 0.0
-        if not 0 <= temperature < float("inf"):
-            raise UsageError(f"{request.path}: temperature: expected 0 or more, got {temperature}")
-        if request.max_tokens is not None and request.max_tokens < 1:
-            raise UsageError(
-                f"{request.path}: max_tokens: expected 1 or more, got {request.max_tokens}"
-            )
-        if int(layout.token_ids.max()) >= self.vocab_size or int(layout.token_ids.min()) < 0:
-            raise UsageError(
-                f"{request.path}: token ids: expected 0 to {self.vocab_size - 1} as the model has "
-                f"them, got {int(layout.token_ids.min())} to {int(layout.token_ids.max())}"
-            )
+        context = self.max_positions
+        room = context - 1 - int(layout.positions(request.placement)[-1])
+        check_request(request, layout, vocab_size=self.vocab_size, room=room, context=context)
         job = Job(
             request,
             layout,
             Detokenizer(self.tokenizer, on_text, request.stop),
-            Sampler(temperature, request.seed),
+            Sampler(request.temperature or 0.0, request.seed),
         )
         has_spans = any(isinstance(item, Span) for item in request.prompt)
         if self.no_spans and request.scope != "full" and has_spans:
@@ -274,12 +260,6 @@ class LocalEngine:
             job.notes.append(
                 f"{given - used} of {given} inner answers read as text: their KV is of another "
                 f"scope, salt or model, or too many prompts deep"
-            )
-        room = self.max_positions - 1 - int(layout.positions(request.placement)[-1])
-        if room < 1:
-            raise PromptTooLongError(
-                f"{request.path}: prompt of {layout.num_tokens} tokens is too long: the model's "
-                f"context is {self.max_positions} tokens, prompt and answer together"
             )
         job.max_new_tokens = min(request.max_tokens or DEFAULT_MAX_TOKENS, room)
         if request.max_tokens is None:

@@ -164,10 +164,11 @@ class Worker:
         self._fail(
             job,
             PoolTooSmallError(
-                f"{job.request.path}: the KV pool is too small: {job.layout.num_tokens} prompt "
-                f"and {job.max_new_tokens} new tokens need {need + spans} blocks of "
+                f"the KV pool is too small: {job.layout.num_tokens} prompt and "
+                f"{job.max_new_tokens} new tokens need {need + spans} blocks of "
                 f"{job.layout.block_size}, the pool has {self.pool.num_blocks}; "
-                f"give it more (--kv-cache-gib)"
+                f"give it more (--kv-cache-gib)",
+                path=job.request.path,
             ),
         )
 
@@ -347,7 +348,7 @@ class Worker:
             job.future.set_exception(KvspanError("the request was cancelled"))
             return
         if not isinstance(error, KvspanError):
-            error = KvspanError(f"{job.request.path}: {type(error).__name__}: {error}")
+            error = KvspanError(f"{type(error).__name__}: {error}", path=job.request.path)
         job.future.set_exception(error)
 
 

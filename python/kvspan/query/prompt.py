@@ -87,7 +87,7 @@ def to_prompt(
         elif isinstance(item, Generate):
             answered = next(texts, None)
             if answered is None:
-                raise KvspanError(f"{path}: an inner generate has not been run yet")
+                raise KvspanError("an inner generate has not been run yet", path=path)
             text, made = answered
             if text and isinstance(where, list):
                 if made is not None and not plain:

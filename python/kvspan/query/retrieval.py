@@ -216,16 +216,15 @@ def _corpus(node: Node) -> Corpus:
 def _ask(retriever: Retriever, text: str, corpus: Corpus, path: Path) -> tuple[str, ...]:
     try:
         fragments = tuple(retriever.retrieve(text, corpus))
-    except UsageError as error:
+    except KvspanError as error:
         error.path = error.path or str(path)
         raise
-    except KvspanError:
-        raise
     except Exception as error:
-        raise KvspanError(f"{path}: retrieval failed: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise KvspanError(f"retrieval failed: {reason}", path=str(path)) from error
     for fragment in fragments:
         if not isinstance(fragment, str):
             raise KvspanError(
-                f"{path}: the retriever returned {describe(fragment)}; expected strings"
+                f"the retriever returned {describe(fragment)}; expected strings", path=str(path)
             )
     return tuple(fragment for fragment in fragments if fragment)

@@ -14,6 +14,7 @@ from kvspan import __version__
 from kvspan.engine import GenerateRequest, GenerateResult, Scope, Usage
 from kvspan.executor import derive_seed
 from kvspan.layout import SpanLayout, layout_from_tokens
+from kvspan.query.checks import describe
 from kvspan.query.prompt import Message, Prompt, Span
 from kvspan.serve.errors import APIError
 from kvspan.serve.schema import ChatRequest, CompletionRequest, read
@@ -85,14 +86,18 @@ def completion(service: Service, body: Any) -> Job:
     asked = read(CompletionRequest, body)
     service.check_model(asked.model)
     vocabulary = service.engine.vocab_size
-    for prompt in asked.prompt:
-        if isinstance(prompt, list) and not all(0 <= token < vocabulary for token in prompt):
-            raise APIError(
-                400,
-                f"prompt: expected token ids from 0 to {vocabulary - 1}",
-                code="invalid_value",
-                param="prompt",
-            )
+    for number, prompt in enumerate(asked.prompt):
+        ids = prompt if isinstance(prompt, list) else []
+        for index, token in enumerate(ids):
+            if not 0 <= token < vocabulary:
+                place = f"prompt{f'[{number}]' if len(asked.prompt) > 1 else ''}[{index}]"
+                raise APIError(
+                    400,
+                    f"{place}: expected a token id from 0 to {vocabulary - 1}; "
+                    f"found {describe(token)}",
+                    code="invalid_value",
+                    param=place,
+                )
 
     async def run(emit: Emit) -> dict[str, Any]:
         prompts: list[tuple[SpanLayout, GenerateRequest]] = []

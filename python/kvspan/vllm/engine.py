@@ -21,11 +21,11 @@ from kvspan.engine import (
     GenerateRequest,
     GenerateResult,
     Placement,
-    PromptTooLongError,
     Reuse,
     Timings,
     Usage,
 )
+from kvspan.engine.limits import check_request
 from kvspan.errors import KvspanError, UsageError
 from kvspan.layout import PromptEncoder, SpanLayout
 from kvspan.parentheses import Parentheses
@@ -155,7 +155,7 @@ class VllmEngine:
                 last = output
         reason = last.outputs[0].finish_reason if last is not None else None
         if last is None or reason not in ("stop", "length"):
-            raise KvspanError(f"{request.path}: vLLM ended the request: {reason}")
+            raise KvspanError(f"vLLM ended the request: {reason}", path=request.path)
         off = self.reason if request.scope != "full" else ""
         cached = last.num_cached_tokens or 0
         reuse = reuse_of(layout, prepared, cached, audit_of(last) or {}, off)
@@ -230,31 +230,15 @@ class VllmEngine:
             async for output in self.stream(layout, params, name, salt=request.salt):
                 yield output
         except (VLLMClientError, ValueError) as error:
-            raise UsageError(f"{request.path}: {error}") from error
+            raise UsageError(str(error), path=request.path) from error
         except Exception as error:
-            raise KvspanError(f"{request.path}: {type(error).__name__}: {error}") from error
+            raise KvspanError(f"{type(error).__name__}: {error}", path=request.path) from error
 
     def _params(self, layout: SpanLayout, request: GenerateRequest, name: str) -> SamplingParams:
         """What is wrong with a request is said in the words of the embedded engine."""
-        temperature = request.temperature or 0.0
-        if not 0 <= temperature < float("inf"):
-            raise UsageError(f"{request.path}: temperature: expected 0 or more, got {temperature}")
-        if request.max_tokens is not None and request.max_tokens < 1:
-            raise UsageError(
-                f"{request.path}: max_tokens: expected 1 or more, got {request.max_tokens}"
-            )
-        lowest, highest = int(layout.token_ids.min()), int(layout.token_ids.max())
-        if lowest < 0 or highest >= self.vocab_size:
-            raise UsageError(
-                f"{request.path}: token ids: expected 0 to {self.vocab_size - 1} as the model has "
-                f"them, got {lowest} to {highest}"
-            )
-        room = self.max_positions - layout.num_tokens
-        if room < 1:
-            raise PromptTooLongError(
-                f"{request.path}: prompt of {layout.num_tokens} tokens is too long: the model's "
-                f"context is {self.max_positions} tokens, prompt and answer together"
-            )
+        temperature, context = request.temperature or 0.0, self.max_positions
+        room = context - layout.num_tokens
+        check_request(request, layout, vocab_size=self.vocab_size, room=room, context=context)
         return _sampling(
             layout,
             request.placement,
