@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import torch
 from hybrid_served import HybridServed, difference, save_hybrid
 from safetensors.torch import load_file, save_file
 from test_hybrid import BASE, ROUNDING, tokens
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from kvspan.errors import UsageError
 from kvspan.host import DiskLevel
-from kvspan.vllm.hybrid import connector
+from kvspan.vllm.hybrid import support
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +75,20 @@ def test_other_weights_under_the_same_name(tmp_path: Path) -> None:
     served.close()
 
 
-def test_folder_of_another_server(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Errors in the log of servers that end before they read a model's weights."""
     said: list[str] = []
-    monkeypatch.setattr(connector.logger, "error", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(support.logger, "error", lambda text, *args: said.append(text % args))
+
+    def read(*args: object) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(DefaultModelLoader, "load_weights", read)
+    return said
+
+
+def test_folder_of_another_server(folder: Path, tmp_path: Path, said: list[str]) -> None:
     with (
         closing(DiskLevel(tmp_path, 1 << 20, b"another server's")),
         pytest.raises(
@@ -87,3 +98,21 @@ def test_folder_of_another_server(
     ):
         serve(folder, tmp_path)
     assert len(said) == 1 and said[0].startswith("kvspan: kv_connector_extra_config.disk: ")
+
+
+@pytest.mark.parametrize(
+    ("extra", "line"),
+    [
+        ({"host_gb": 1}, "host_gb: unknown setting (did you mean host_gib?); expected decode, "),
+        ({"steer": True}, "steer: is for models with attention only, this is one of hybrid models"),
+        ({"state_every": -1}, "state_every is out of range; expected a whole number, 1 or more; "),
+    ],
+    ids=str,
+)
+def test_settings_are_checked_before_weights_are_read(
+    extra: dict[str, object], line: str, folder: Path, said: list[str]
+) -> None:
+    line = f"kv_connector_extra_config.{line}"
+    with pytest.raises(UsageError, match=re.escape(line)):
+        HybridServed(folder, "none", extra=extra)
+    assert len(said) == 1 and said[0].startswith(f"kvspan: {line}")

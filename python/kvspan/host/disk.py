@@ -230,7 +230,7 @@ class DiskLevel:
     def _own(self) -> None:
         self._lock_file = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            _own(self._lock_file, self.path)
+            _take(self._lock_file, self.path, fcntl.LOCK_EX)
         except KvspanError:
             self.close()
             raise
@@ -353,15 +353,15 @@ def check_folder(path: str | os.PathLike[str]) -> None:
     except OSError as error:
         raise KvspanError(f"cannot use {place} as host tier: {error.strerror}") from None
     try:
-        _own(handle, place)
+        _take(handle, place, fcntl.LOCK_SH)
     finally:
         os.close(handle)
 
 
-def _own(handle: int, path: Path) -> None:
+def _take(handle: int, path: Path, kind: int) -> None:
     """Lock a directory's lock file; KvspanError with who has it."""
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from kvspan.vllm.hybrid.capture import Capture, capture_streams
+from kvspan.vllm.hybrid.support import check_early
 from kvspan.vllm.plugin import CONNECTOR, HYBRID_MODELS
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def __getattr__(name: str) -> type[nn.Module]:
 
     @functools.wraps(base.__init__)
     def build(self: Any, *args: Any, vllm_config: VllmConfig, **kwargs: Any) -> None:
+        check_early(settings_of(vllm_config.kv_transfer_config))
         base.__init__(self, *args, vllm_config=vllm_config, **kwargs)
         install(self, vllm_config)
 

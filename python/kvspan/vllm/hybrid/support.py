@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvspan.errors import KvspanError, UsageError
 from kvspan.host import DiskLevel, HostTier
+from kvspan.host.disk import check_folder
 from kvspan.hybrid.groups import layer_map
 from kvspan.ops import digest_fields
 from kvspan.vllm import HYBRIDS
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+
+logger = logging.getLogger("vllm.kvspan")
 
 # Models whose blocks hand on one vector a token, which holds the residual.
 _ONE_VECTOR = ("olmo_hybrid",)
@@ -69,6 +74,23 @@ def options(vllm_config: VllmConfig) -> Options:
         given["disk"],
         int(given["disk_gib"] * 2**30),
     )
+
+
+def check_early(extra: Mapping[str, object] | None) -> None:
+    """Before a model is read, which may take minutes: whether its settings can be used.
+
+    Raises:
+        UsageError: with a line that the log has as well, above vLLM's tracebacks.
+    """
+    try:
+        if folder := check_settings(extra, "hybrid")["disk"]:
+            try:
+                check_folder(folder)
+            except KvspanError as error:
+                raise UsageError(f"{WHERE}.disk: {error}") from None
+    except UsageError as error:
+        logger.error("kvspan: %s", error)
+        raise
 
 
 def make_store(
