@@ -13,8 +13,18 @@ import torch
 from torch import Tensor
 
 from kvspan.hybrid.groups import FULL, LINEAR, layer_map
+from kvspan.hybrid.plan import GroupPlan
 from kvspan.hybrid.policy import Policy
-from kvspan.vllm.hybrid.decay import ADDED, CELL, DECAY, WRITTEN, Bytes, Cells, plan_bounded
+from kvspan.vllm.hybrid.decay import (
+    ADDED,
+    CELL,
+    DECAY,
+    WRITTEN,
+    Bounds,
+    Bytes,
+    Cells,
+    plan_bounded,
+)
 
 LAYERS = layer_map([LINEAR, LINEAR, FULL, LINEAR, FULL])
 HEADS, DIM = 3, 4
@@ -121,11 +131,11 @@ def test_bounds_hold(length: int, beta: float) -> None:
     for eps in (0.9, 1e-1, 1e-2, 1e-3, 1e-4):
         plan = plan_bounded(Policy("bounded", eps, 16), LAYERS, length, None, pages, cells)
         assert plan is not None
-        for group, numbers in zip(plan.groups, ([0, 1], [2]), strict=True):
+        for group, norms, numbers in zip(plan.groups, plan.norms, ([0, 1], [2]), strict=True):
             assert group.bound is not None and 0 < group.bound <= eps
             replayed = made.states(group.start)[length]
-            for number in numbers:
-                error = float((replayed - whole)[number].norm()) / plan.norms[number]
+            for number, norm in zip(numbers, norms, strict=True):
+                error = float((replayed - whole)[number].norm()) / norm
                 assert error <= group.bound
                 errors.append(error)
         tails.append([length - group.start for group in plan.groups])
@@ -163,6 +173,31 @@ def test_nothing_is_planned_from_what_is_not_known() -> None:
     for page in pages:
         cells.add(page, 0, made.g[:1].float(), made.write[:1])
     assert plan_bounded(policy, LAYERS, 490, None, pages, cells) is None, "no norms"
+
+
+def test_heads_of_several_ranks_are_planned_for_together() -> None:
+    made, policy = gates(500, [0.05, 0.1, 0.4]), Policy("bounded", 0.01, 16)
+    alone = plan_bounded(
+        policy, LAYERS, 490, None, pages_of(made, Cells(128, 3, HEADS), []), Cells(128, 3, HEADS)
+    )
+    cells = Cells(128, 3, 1, ranks=HEADS)
+    pages = [np.empty(cells.nbytes, np.uint8) for _ in range(4)]
+    norms = made.states()[-1].flatten(-2).norm(dim=-1)
+    for rank in range(HEADS):
+        head = slice(rank, rank + 1)
+        for number, page in enumerate(pages):
+            rows = slice(number * 128, min(number * 128 + 128, 500))
+            cells.add(page, 0, made.g[rows, :, head].float(), made.write[rows, :, head], rank)
+            cells.norms(page, rank)[:] = norms[:, head].numpy()
+    assert alone is not None and alone == plan_bounded(policy, LAYERS, 490, None, pages, cells)
+
+
+def test_bounds_hold_only_for_states_that_are_not_small() -> None:
+    start = GroupPlan(64, "zero", 0.01)
+    bounds = Bounds(0.02, (start, start), ((1.0, 2.0), (1.0,)), GroupPlan(0, "zero", 0.0))
+    assert bounds.hold(0, [1.0, 2.0]) and bounds.hold(0, [0.52, 9.0])
+    assert not bounds.hold(0, [1.0, 1.0]) and not bounds.hold(1, [0.005])
+    assert not bounds.hold(1, [float("nan")])
 
 
 def test_part_of_a_page_is_taken_for_no_less_than_it_holds() -> None:

@@ -12,7 +12,7 @@ per layer and head over cells of CELL tokens. Needs torch, not vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,12 +38,14 @@ _LEAST = float(np.finfo(np.float64).tiny)  # of a bound: 0 means exact
 
 @dataclass(frozen=True)
 class Cells:
-    """What a page of `size` tokens keeps of gates: float32 [cells, 3, layers, heads], then norms
-    [layers, heads] of the states at the end of the step that wrote it, NaN where not looked at."""
+    """What a page of `size` tokens keeps of gates, for each rank with its `heads`: float32 [cells,
+    3, layers, heads], then norms [layers, heads] of the states at the end of the step that wrote
+    to it last, NaN where not looked at."""
 
     size: int
     layers: int
     heads: int
+    ranks: int = 1
 
     @property
     def per_page(self) -> int:
@@ -51,20 +53,34 @@ class Cells:
 
     @property
     def nbytes(self) -> int:
-        return 4 * (3 * self.per_page + 1) * self.layers * self.heads
+        return self.ranks * self._floats * 4
 
-    def sums(self, held: Bytes) -> Floats:
+    @property
+    def _floats(self) -> int:
+        return (3 * self.per_page + 1) * self.layers * self.heads
+
+    def part(self, held: Bytes, rank: int = 0) -> Floats:
+        """All that a rank has written. A view."""
+        floats: Floats = held.view(np.float32).reshape(self.ranks, self._floats)
+        part: Floats = floats[rank]
+        return part
+
+    def sums(self, held: Bytes, rank: int = 0) -> Floats:
         """[cells, 3, layers, heads]. A view."""
-        floats: Floats = held.view(np.float32).reshape(-1, self.layers, self.heads)
-        return floats[:-1].reshape(self.per_page, 3, self.layers, self.heads)
+        floats = self.part(held, rank)[: -self.layers * self.heads]
+        return floats.reshape(self.per_page, 3, self.layers, self.heads)
 
-    def norms(self, held: Bytes) -> Floats:
+    def norms(self, held: Bytes, rank: int = 0) -> Floats:
         """[layers, heads]. A view."""
-        floats: Floats = held.view(np.float32).reshape(-1, self.layers, self.heads)
-        last: Floats = floats[-1]
-        return last
+        return self.part(held, rank)[-self.layers * self.heads :].reshape(self.layers, self.heads)
 
-    def add(self, held: Bytes, offset: int, decay: torch.Tensor, write: torch.Tensor) -> None:
+    def all_heads(self, view: Callable[[Bytes, int], Floats], held: Bytes) -> Floats:
+        """`sums` or `norms` of all ranks, side by side."""
+        return np.concatenate([view(held, rank) for rank in range(self.ranks)], -1)
+
+    def add(
+        self, held: Bytes, offset: int, decay: torch.Tensor, write: torch.Tensor, rank: int = 0
+    ) -> None:
         """Tokens from `offset` of the page on have run; what is there before must have.
 
         decay, write: float32 [n, layers, heads], g and beta ||v||, on any device.
@@ -78,28 +94,40 @@ class Cells:
         suffix = g.flip(1).cumsum(1).flip(1)
         later = torch.cat([suffix[:, 1:], torch.zeros_like(g[:, :1])], 1)
         new = torch.stack([suffix[:, 0], (later.exp() * w).sum(1), w.sum(1)], 1).cpu().numpy()
-        sums, first = self.sums(held), offset // CELL
+        sums, first = self.sums(held, rank), offset // CELL
         if front:
             old = sums[first]
             new[0, ADDED] += np.exp(new[0, DECAY]) * old[ADDED]
             new[0, (DECAY, WRITTEN), :] += old[(DECAY, WRITTEN), :]
         if offset == 0:
-            self.norms(held)[:] = np.nan
+            self.norms(held, rank)[:] = np.nan
         sums[first : first + count] = new
 
-    def cut(self, held: Bytes, end: int) -> None:
+    def cut(self, held: Bytes, end: int, rank: int = 0) -> None:
         """Leave what is sure of the page's first `end` tokens alone."""
         if end % CELL:
-            cell = self.sums(held)[end // CELL]
+            cell = self.sums(held, rank)[end // CELL]
             cell[DECAY] = 0
             cell[ADDED] = cell[WRITTEN]
 
 
 class Bounds(NamedTuple):
-    """groups: where each starts. norms: of each layer's state, that the bounds are relative to."""
+    """groups: where each starts. norms: what their bounds are relative to, of each group's layers.
+    exact: where an exact replay would start instead."""
 
+    eps: float
     groups: tuple[GroupPlan, ...]
-    norms: tuple[float, ...]
+    norms: tuple[tuple[float, ...], ...]
+    exact: GroupPlan
+
+    def hold(self, number: int, found: Sequence[float]) -> bool:
+        """Whether the bound of group `number` is within eps, its layers' states having these norms
+        after the replay: an exact one is smaller by the error at most."""
+        bound = self.groups[number].bound or 0.0
+        return all(
+            bound * norm <= self.eps * (after - bound * norm)
+            for norm, after in zip(self.norms[number], found, strict=True)
+        )
 
 
 def plan_bounded(
@@ -111,7 +139,8 @@ def plan_bounded(
     pages: their part that `cells` describes. state: position of the exact state to start from, if
     any. None: only an exact restore is within the bound and its budget, or no norm is known.
     """
-    seen = [norms for page in pages if not np.isnan(norms := cells.norms(page)).any()]
+    known = [cells.all_heads(cells.norms, page) for page in pages]
+    seen = [norms for norms in known if not np.isnan(norms).any()]
     if not seen:
         return None
     at, sums = _joined(pages, length, cells)
@@ -132,7 +161,15 @@ def plan_bounded(
         )  # fmt: skip
     checkpoint = None if state is None else RecurrentState(state, [], [])
     plan = settle(policy, length, plans, checkpoint)
-    return None if plan.exact else Bounds(plan.groups, tuple(norms.tolist()))
+    if plan.exact:
+        return None
+    of_group = [[layers.linear.index(layer) for layer in group.layers] for group in layers.groups]
+    return Bounds(
+        policy.value,
+        plan.groups,
+        tuple(tuple(norms[numbers].tolist()) for numbers in of_group),
+        GroupPlan(state or 0, "zero" if state is None else "checkpoint", 0.0),
+    )
 
 
 def _joined(
@@ -143,7 +180,8 @@ def _joined(
     begins = (np.arange(len(pages))[:, None] * cells.size + first).reshape(-1)
     ends = np.append(begins[1:], len(pages) * cells.size)
     count = int(np.searchsorted(ends, length, side="right"))
-    sums = np.concatenate([cells.sums(page) for page in pages])[:count].astype(np.float64)
+    held = [cells.all_heads(cells.sums, page) for page in pages]
+    sums = np.concatenate(held)[:count].astype(np.float64)
     return np.append(begins[:count], ends[count - 1] if count else 0), sums
 
 

@@ -153,11 +153,11 @@ class Gates:
             self._most[number] = torch.maximum(self._most[number], _norms(module, v).amax(0))
 
     def norms(self, slots: Mapping[int, int]) -> Tensor:
-        """float32 [layers, heads], on the host: of the states in these slots, by layer."""
+        """float32 [len(slots), heads]: of the states in these slots, by layer."""
         found = [
             torch.linalg.vector_norm(
-                module.kv_cache[1][slots[layer]].flatten(1), dim=1, dtype=torch.float32
+                self._modules[layer].kv_cache[1][slot].flatten(1), dim=1, dtype=torch.float32
             )
-            for layer, module in self._modules.items()
+            for layer, slot in slots.items()
         ]
-        return torch.stack(found).cpu()
+        return torch.stack(found)
