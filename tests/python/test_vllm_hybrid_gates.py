@@ -98,10 +98,9 @@ def test_rows_bound_what_is_written(kind: str) -> None:
     for step in range(2):
         for module in modules.values():
             module.run(torch.cat(xs[step]))
-        first = 0
-        for request, count in enumerate(LENGTHS):
-            kept[step][request] = gates.rows(first, count)
-            first += count
+        firsts = [sum(LENGTHS[:request]) for request in range(len(LENGTHS))]
+        g, write = gates.rows(list(zip(firsts, LENGTHS, strict=True)))
+        kept[step] = list(zip(g.split(LENGTHS), write.split(LENGTHS), strict=True))
     for request, count in enumerate(LENGTHS):
         whole = torch.cat([xs[0][request], xs[1][request]])
         g, write = (torch.cat([kept[0][request][i], kept[1][request][i]]) for i in (0, 1))
@@ -139,7 +138,7 @@ def test_states_gone_on_from_count() -> None:
         )
         true = (b.sigmoid() * sizes_of(v, module.conv1d.weight))[3]
         module.run(x[3:])
-        assert (gates.rows(0, 1)[1][0, 0] < true).any()
+        assert (gates.rows([(0, 1)])[1][0, 0] < true).any()
         gates.saw({0: 1})
-        assert (gates.rows(0, 1)[1][0, 0] >= true).all()
+        assert (gates.rows([(0, 1)])[1][0, 0] >= true).all()
         assert gates.norms({0: 1}).tolist() == [[pytest.approx((DV * DK) ** 0.5)] * HEADS]

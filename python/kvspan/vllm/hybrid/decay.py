@@ -33,7 +33,7 @@ DECAY, ADDED, WRITTEN = range(3)  # of a cell: sum of g, the second sum above, s
 ROUNDING = 1.02  # sizes were computed from rounded values (bfloat16: 2^-8)
 # Norms are known where steps end; where the replay does, a layer's may be smaller.
 MARGIN = 0.5
-_LEAST = float(np.finfo(np.float64).tiny)  # of a bound: 0 means exact
+_LEAST = float(np.finfo(np.float32).tiny)  # of a bound: 0 means exact
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,19 @@ class Cells:
 
         decay, write: float32 [n, layers, heads], g and beta ||v||, on any device.
         """
+        if offset == 0:
+            self.norms(held, rank)[:] = np.nan
+        sums, first = self.sums(held, rank), offset // CELL
         front, n = offset % CELL, len(decay)
+        if n == 1:  # a decoded token
+            one, written = decay[0].cpu().numpy(), write[0].cpu().numpy()
+            cell = sums[first]
+            if front == 0:
+                cell[:] = 0
+            cell[DECAY] += one
+            cell[ADDED] = np.exp(one) * cell[ADDED] + written
+            cell[WRITTEN] += written
+            return
         count = -(-(front + n) // CELL)
         both = decay.new_zeros(2, count * CELL, self.layers, self.heads)
         both[0, front : front + n] = decay
@@ -94,13 +106,10 @@ class Cells:
         suffix = g.flip(1).cumsum(1).flip(1)
         later = torch.cat([suffix[:, 1:], torch.zeros_like(g[:, :1])], 1)
         new = torch.stack([suffix[:, 0], (later.exp() * w).sum(1), w.sum(1)], 1).cpu().numpy()
-        sums, first = self.sums(held, rank), offset // CELL
         if front:
             old = sums[first]
             new[0, ADDED] += np.exp(new[0, DECAY]) * old[ADDED]
             new[0, (DECAY, WRITTEN), :] += old[(DECAY, WRITTEN), :]
-        if offset == 0:
-            self.norms(held, rank)[:] = np.nan
         sums[first : first + count] = new
 
     def cut(self, held: Bytes, end: int, rank: int = 0) -> None:
@@ -144,7 +153,7 @@ def plan_bounded(
     if not seen:
         return None
     at, sums = _joined(pages, length, cells)
-    norms = np.linalg.norm(seen[-1].astype(np.float64), axis=1)
+    norms = np.linalg.norm(seen[-1], axis=1)
     errors = _errors(sums, int(np.searchsorted(at, length - budget(length))))
     with np.errstate(divide="ignore", invalid="ignore"):
         bounds = np.linalg.norm(errors, axis=2) / norms  # [starts, layers]
@@ -167,25 +176,23 @@ def plan_bounded(
     return Bounds(
         policy.value,
         plan.groups,
-        tuple(tuple(norms[numbers].tolist()) for numbers in of_group),
+        tuple(tuple(map(float, norms[numbers])) for numbers in of_group),
         GroupPlan(state or 0, "zero" if state is None else "checkpoint", 0.0),
     )
 
 
-def _joined(
-    pages: Sequence[Bytes], length: int, cells: Cells
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _joined(pages: Sequence[Bytes], length: int, cells: Cells) -> tuple[NDArray[np.int64], Floats]:
     """The cells that end at `length` or before: where they begin, and the last ends; their sums."""
     first = np.arange(cells.per_page) * CELL
     begins = (np.arange(len(pages))[:, None] * cells.size + first).reshape(-1)
     ends = np.append(begins[1:], len(pages) * cells.size)
     count = int(np.searchsorted(ends, length, side="right"))
     held = [cells.all_heads(cells.sums, page) for page in pages]
-    sums = np.concatenate(held)[:count].astype(np.float64)
+    sums = np.concatenate(held)[:count]
     return np.append(begins[:count], ends[count - 1] if count else 0), sums
 
 
-def _errors(sums: NDArray[np.float64], first: int) -> NDArray[np.float64]:
+def _errors(sums: Floats, first: int) -> Floats:
     """[len(sums) + 1 - first, layers, heads]: what a replay from zero that starts with cell first,
     first + 1, ..., or behind the last one, can miss of the state after the last one.
 
@@ -193,4 +200,5 @@ def _errors(sums: NDArray[np.float64], first: int) -> NDArray[np.float64]:
     """
     left = np.concatenate([sums[::-1, DECAY].cumsum(0)[::-1], np.zeros_like(sums[:1, DECAY])])
     missed = ROUNDING * np.exp(left[1:]) * sums[:, ADDED]
-    return np.concatenate([missed[:first].sum(0)[None], missed[first:]]).cumsum(0)
+    errors: Floats = np.concatenate([missed[:first].sum(0)[None], missed[first:]]).cumsum(0)
+    return errors

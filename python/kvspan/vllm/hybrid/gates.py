@@ -8,9 +8,9 @@ instead, from the largest input ever seen and the sizes of the taps. Needs torch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor
 import kvspan.torch_ops_gated_delta  # noqa: F401  registers causal_conv1d_
 from kvspan.hybrid.groups import LINEAR
 from kvspan.vllm.hybrid.capture import Capture, Parts
+from kvspan.vllm.hybrid.decay import Bytes, Cells
 
 
 def tap_gates(capture: Capture, decoder: Any) -> None:
@@ -104,6 +105,14 @@ def _convolved(v: Tensor, weight: Tensor) -> Tensor:
     return F.silu(out[0, :, : len(v)].T)
 
 
+class Part(NamedTuple):
+    """A request's tokens in a pass: their first row, and where they are, one after the other: a
+    page's bytes that `Cells` describes, the first token's offset there, how many."""
+
+    row: int
+    pages: list[tuple[Bytes, int, int]]
+
+
 class Gates:
     """Reads what `tap_gates` keeps. modules: linear_attn by layer, their weights loaded.
 
@@ -123,25 +132,40 @@ class Gates:
         self._most = torch.zeros_like(self._reach)
         self._fused = all(hasattr(module, "in_proj_ba") for module in self._modules.values())
 
-    def rows(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """g and beta ||v|| (or more) of `count` tokens of one request, float32 [count, layers,
-        heads], which were the last pass's rows from `first` on."""
-        g, beta = self._read(("gates",) if self._fused else ("decays", "betas"), first, count)
-        v, before = self._read(("values",), first, count)
-        self._most = torch.maximum(self._most, before.amax(0))
-        write = beta * v
-        edge = slice(0, self._edge)
-        write[edge] = beta[edge] * self._reach * self._most
-        return g, write
+    def rows(self, parts: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """g and beta ||v|| (or more) of tokens of the last pass, float32 [n, layers, heads].
 
-    def _read(self, names: tuple[str, ...], first: int, count: int) -> tuple[Tensor, Tensor]:
-        wanted = slice(first, first + count)
+        parts: of each request the first row and the number of rows, at least 1.
+        """
+        device = self._reach.device
+        ranges = [torch.arange(first, first + count) for first, count in parts]
+        wanted = torch.cat(ranges).to(device)
+        near = torch.cat([torch.arange(count) for _, count in parts]).to(device) < self._edge
+        g, beta = self._read(("gates",) if self._fused else ("decays", "betas"), wanted)
+        v, before = self._read(("values",), wanted)
+        self._most = torch.maximum(self._most, before.nan_to_num(0.0, 0.0, 0.0).amax(0))
+        return g, beta * torch.where(near[:, None, None], self._reach * self._most, v)
+
+    def _read(self, names: tuple[str, ...], wanted: Tensor) -> tuple[Tensor, Tensor]:
         rows = [
             torch.stack([self._capture.rows(f"{name}.{i}")[wanted] for i in self._modules], 1)
             for name in names
         ]
         one, other = torch.cat(rows, -1).chunk(2, -1)
         return one, other
+
+    def write(self, parts: Sequence[Part], cells: Cells, rank: int) -> None:
+        """Add the last pass's tokens to the pages that they are in."""
+        counts = [sum(count for _, _, count in part.pages) for part in parts]
+        g, write = self.rows([(p.row, n) for p, n in zip(parts, counts, strict=True)])
+        if len(g) < 2 * len(parts):  # decoding: one copy, not one for each request
+            g, write = g.cpu(), write.cpu()
+        at = 0
+        for part in parts:
+            for held, offset, count in part.pages:
+                tokens = slice(at, at + count)
+                cells.add(held, offset, g[tokens], write[tokens], rank)
+                at += count
 
     def saw(self, slots: Mapping[int, int]) -> None:
         """A request goes on from the convolution states in these slots, by layer."""
