@@ -41,12 +41,14 @@ def run_block(
     return after, residual
 
 
-def run_linear(module: Any, x: torch.Tensor) -> None:
-    """A linear-attention layer over normed rows, for the state that it leaves behind."""
+def run_linear(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """A linear-attention layer over normed rows."""
     if hasattr(module, "in_proj_qkvg"):
-        module(hidden_states=x, output=torch.empty_like(x))
-    else:
-        module(hidden_states=x)
+        output = torch.empty_like(x)
+        module(hidden_states=x, output=output)
+        return output
+    given: torch.Tensor = module(hidden_states=x)
+    return given
 
 
 def mixed_qkv(module: Any, x: torch.Tensor) -> torch.Tensor:

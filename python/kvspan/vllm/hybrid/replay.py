@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from vllm.forward_context import set_forward_context
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvspan.hybrid.groups import LINEAR, Group, layer_map
@@ -22,12 +21,10 @@ from kvspan.vllm.hybrid.capture import captured, stream
 from kvspan.vllm.hybrid.layers import (
     load,
     mixed_qkv,
-    one_sequence,
-    run_block,
-    run_linear,
     to_bytes,
     to_tensor,
 )
+from kvspan.vllm.hybrid.running import GroupRunner
 from kvspan.vllm.hybrid.store import OpenPage, PageStore, page_of
 from kvspan.vllm.hybrid.tracking import Plan, Track, Work
 
@@ -98,6 +95,11 @@ class Replayer:
             for index, layer in enumerate(model.layers)
             if layer.layer_type == LINEAR
         }
+        self._runners = {
+            group: GroupRunner(self.config, model, group, self.capture) for group in self.groups
+        }
+        for runner in self._runners.values():
+            runner.warm_up(self.hidden_size * (1 + self.pair), self.config.model_config.dtype)
 
     def _slot(self, layer: int, table: Table, position: int) -> int:
         """The block with the layer's state once `position` tokens have been run."""
@@ -308,23 +310,15 @@ class Replayer:
         target[width - mixed.shape[0] :].copy_(mixed)
 
     def _replay(self, plan: Plan, group: Group, table: Table) -> None:
-        hidden, residual = self._split(self._rows(plan, group, plan.start, plan.length))
-        hidden = hidden.clone()
-        positions = torch.arange(plan.start, plan.length, device=hidden.device)
-        for layer in group.layers:
-            block, module = self._model.layers[layer], self._linear[layer]
-            metadata = one_sequence(
-                len(hidden), self._slot(layer, table, plan.length), hidden.device
-            )
-            with set_forward_context(
-                {module.prefix: metadata}, self.config, num_tokens=len(hidden)
-            ):
-                if layer == group.layers[-1]:
-                    norm = block.input_layernorm
-                    x = norm(hidden) if residual is None else norm(hidden, residual)[0]
-                    run_linear(module, x)
-                else:
-                    hidden, residual = run_block(block, hidden, residual, positions)
+        runner = self._runners[group]
+        slots = [self._slot(layer, table, plan.length) for layer in group.layers]
+        for start in range(plan.start, plan.length, runner.most):
+            end = min(start + runner.most, plan.length)
+            if runner.ids:
+                inputs = torch.from_numpy(plan.token_ids[start:end]).to(self._device)
+            else:
+                inputs = self._rows(plan, group, start, end)
+            runner.run(inputs, start, slots)
 
     def close(self) -> None:
         self._copier.shutdown()
