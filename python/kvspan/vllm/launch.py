@@ -34,8 +34,6 @@ CONNECTOR = {
     "kv_connector_module_path": "kvspan.vllm.connector",
     "kv_role": "kv_both",
 }
-# What prefix reuse at any token of a hybrid model asks for; see `kvspan.vllm.hybrid.support`.
-HYBRID_FLAGS = ["--enforce-eager"]
 # Groups of plug-ins that VLLM_PLUGINS filters; endpoints are left out unless they are named.
 _GROUPS = ("general", "io_processor", "platform", "stat_logger")
 
@@ -140,8 +138,6 @@ def plan(
         command = ["vllm", "serve", model]
     if block_size is not None:
         command += ["--block-size", str(block_size)]
-    if hybrid:
-        command += HYBRID_FLAGS
     command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(connector)]
     env = {"VLLM_PLUGINS": plugins(os.environ.get("VLLM_PLUGINS"))}
     if hybrid and on_cpu:

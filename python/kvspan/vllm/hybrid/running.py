@@ -114,7 +114,7 @@ class GroupRunner:
         if self.ids:
             hidden = inputs.to(torch.int32) if self._embed is None else self._embed(inputs)
         elif inputs.shape[1] == self._hidden_size:
-            hidden = inputs
+            hidden = inputs.clone()  # vLLM's norms add to it in place
         else:
             hidden, residual = (part.contiguous() for part in inputs.chunk(2, -1))
         positions = torch.arange(start, start + n, device=self._device)
