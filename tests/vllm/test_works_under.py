@@ -211,14 +211,29 @@ def test_engine_core_in_a_process_of_its_own_and_two_tensor_parallel_workers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    with serving(folder, tensor_parallel_size=2) as served:
+    """Each worker keeps its half of the spans on the host."""
+    hosted = {**CONNECTOR, "kv_connector_extra_config": {"host_gib": 0.125}}
+    sizes = {"num_blocks": 60, "max_model_len": 1024, "max_num_batched_tokens": 1024}
+    with serving(folder, tensor_parallel_size=2, connector=hosted, **sizes) as served:
         check(served)
+        layout = make([3, 1, 2], seed=3, question=2)
+        rng = np.random.default_rng(1)
+        for _ in range(4):  # all that the pool has
+            ids = rng.integers(3, 500, 25 * 32)
+            served.ask([layout_from_tokens(ids, (), 32)])
+        (output,) = served.ask([layout], prepare=False)
+        assert served.error(layout, output) <= TOLERANCE
+        audit = served.audit(output)
+        assert audit["computed_tokens"] == 0
+        assert audit["host_tokens"] == layout.spans[-1][1]
 
 
-@pytest.mark.parametrize("order", ["kvspan first", "kvspan last"])
+@pytest.mark.parametrize("order", ["kvspan first", "kvspan last", "kvspan with a host tier"])
 def test_beside_vllms_offloading_connector(folder: Path, order: str) -> None:
     """What the pool loses comes back from the host, spans and what follows them included."""
-    connectors = [CONNECTOR, OFFLOADING]
+    own = order == "kvspan with a host tier"
+    extra = {"kv_connector_extra_config": {"host_gib": 0.0625}} if own else {}
+    connectors = [{**CONNECTOR, **extra}, OFFLOADING]
     if order == "kvspan last":
         connectors.reverse()
     both = {
@@ -235,4 +250,8 @@ def test_beside_vllms_offloading_connector(folder: Path, order: str) -> None:
                 (output,) = served.ask([layout])
                 assert served.error(layout, output) <= TOLERANCE
                 assert served.audit(output)["fallback"] == ""
-        assert HostWorker.copied["stored"] > 0 and HostWorker.copied["loaded"] > 0
+        layout = make([0, 1, 2, 3], seed=13, question=1)
+        (output,) = served.ask([layout], prepare=False, timeout_s=2.0)
+        assert served.error(layout, output) <= TOLERANCE
+        assert HostWorker.copied["stored"] > 0 and (own or HostWorker.copied["loaded"] > 0)
+        assert (served.audit(output)["host_tokens"] > 0) is own

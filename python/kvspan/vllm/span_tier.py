@@ -22,7 +22,6 @@ from kvspan.host import CopyJob, CopyQueue, HostTier, Reservation
 
 logger = logging.getLogger("vllm.kvspan")
 
-_SWEEP_EVERY = 256  # stores: then it is found out what the tier has dropped
 KIND = "span"
 
 
@@ -136,8 +135,7 @@ class SpanTier:
         self._stores: list[_Store] = []
         self._loads: list[_Load] = []
         self._told = set(tier.stored_keys())
-        self._next_sweep = _SWEEP_EVERY + len(self._told)
-        self._evictions = 0
+        self._evictions = self._swept_at = 0
         self._refused: dict[str, int] = {}
         self._report: HostReport | None = HostReport(known=[frozenset(self._told)])
 
@@ -197,12 +195,11 @@ class SpanTier:
         report, self._report = self._report, None
         if report is None:
             return None
-        if len(self._told) > self._next_sweep:
+        evictions, refused = self.tier.counts()
+        if evictions - self._swept_at > len(self._told) // 64:  # so that it costs little each
             kept = self._told.intersection(self.tier.stored_keys())
             report.gone += self._told - kept
-            self._told = kept
-            self._next_sweep = max(_SWEEP_EVERY, len(kept)) + len(kept)
-        evictions, refused = self.tier.counts()
+            self._told, self._swept_at = kept, evictions
         report.evictions, self._evictions = evictions - self._evictions, evictions
         for reason, count in refused.items():
             if new := count - self._refused.get(reason, 0):
