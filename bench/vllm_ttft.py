@@ -65,9 +65,16 @@ def layout_of(order: list[int], question: int) -> Any:
 
 
 class Worker:
-    """One vLLM in this process."""
+    """One vLLM in this process. extra: settings of kvspan's connector."""
 
-    def __init__(self, folder: str, with_kvspan: bool, max_documents: int, dtype: str) -> None:
+    def __init__(
+        self,
+        folder: str,
+        with_kvspan: bool,
+        max_documents: int,
+        dtype: str,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
         from vllm import LLM
 
         padded = -(-DOCUMENT // BLOCK) * BLOCK
@@ -76,6 +83,7 @@ class Worker:
             "kv_connector": "KvspanConnector",
             "kv_connector_module_path": "kvspan.vllm.connector",
             "kv_role": "kv_both",
+            "kv_connector_extra_config": extra or {},
         }
         # Room for the documents, and for a prompt of them twice.
         self.llm = LLM(
@@ -132,8 +140,9 @@ class Worker:
                         raise RuntimeError(f"a request ran without spans: {audit}")
         return [ends[name] for name in names]
 
-    def forget(self) -> None:
-        if not self.llm.llm_engine.reset_prefix_cache():
+    def forget(self, on_host: bool = True) -> None:
+        """Empties the prefix cache, and the host tier too if there is one."""
+        if not self.llm.llm_engine.reset_prefix_cache(reset_connector=on_host):
             raise RuntimeError("the prefix cache could not be emptied")
 
 
