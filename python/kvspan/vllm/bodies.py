@@ -21,7 +21,7 @@ from kvspan.serve.answers import chat_prompt
 from kvspan.serve.errors import APIError
 from kvspan.serve.schema import ChatRequest, CompletionRequest, Extension, read
 from kvspan.vllm.hybrid.tracking import parse_policy
-from kvspan.vllm.params import KEY, from_params, to_params
+from kvspan.vllm.params import KEY, fields_of, from_params, to_params
 from kvspan.vllm.preparing import TIMEOUT_S
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -82,8 +82,9 @@ async def read_body(
     if not isinstance(body, dict):
         return None
     found = _Found(body)
-    if isinstance(found.params, dict) and "replay" in found.params:  # of hybrid models
-        parse_policy(found.params["replay"], f"kv_transfer_params.{KEY}.replay")
+    told = fields_of(found.transfer) or {}
+    if "replay" in told:  # of hybrid models
+        parse_policy(told["replay"], f"kv_transfer_params.{KEY}.replay")
     if path == CHAT and _is_marked(body.get("messages")):
         return await _marked(found, lay_out)
     prompt = body.get("prompt")

@@ -103,7 +103,8 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             if note := version_note(vllm.__version__):
                 logger.warning("kvspan: %s", note)
-            logger.info("kvspan: %s", self._state())
+            say = logger.warning if self._reason or not self._caching else logger.info
+            say("kvspan: %s", self._state())
             if host_off:
                 logger.warning("kvspan: spans are not kept on the host: %s", host_off)
             elif self._host_settings:
@@ -126,14 +127,22 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
     def _state(self) -> str:
         """What is on, and why the rest is off, in one line."""
         if self._reason:
-            return f"span reuse is off: {self._reason}"
-        reuse = "on" if self._caching else "off (prefix caching is off)"
+            return f"span reuse is off, requests with spans run as ordinary ones: {self._reason}"
+        reuse = "on" if self._caching else "off (set --enable-prefix-caching)"
         rows = f"off ({self._no_rows})" if self._no_rows else "on"
         return (
             f"span reuse is {reuse}, blocks of {self._block_size}, "
             f"{self._host_settings or 'nothing on the host'}; "
             f"missing spans computed in the step, and parallel placement: {rows}"
         )
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No. vLLM asks where it will compile, and before it reads the model: a chance to say early
+        what is wrong with the settings."""
+        with _said():
+            check_settings(extra_config)
+        return False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -169,7 +178,8 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
             reason, kind = str(e), "declaration"
         if reason:
             self._audits.stats.refuse(kind)
-            logger.warning("kvspan: request %s runs without spans: %s", request.request_id, reason)
+            say = logger.debug if kind == "configuration" else logger.warning  # that was said once
+            say("kvspan: request %s runs without spans: %s", request.request_id, reason)
             self._audits.notes[request.request_id] = SpanAudit(fallback=reason)
             return
         assert params is not None

@@ -57,6 +57,7 @@ class VllmEngine:
     ) -> None:
         self.client = client
         self.reason = reason
+        self.told = False
         self.parentheses: Parentheses | None = None
         self.preparer = Preparer()
         config = client.vllm_config
@@ -67,7 +68,10 @@ class VllmEngine:
         self._encoding = ThreadPoolExecutor(1, "kvspan-tokenizer")
 
     async def probe(self) -> str:
-        """Ask the scheduler with a request of one span what it does with spans: "" if it reuses."""
+        """Ask the scheduler with a request of one span what it does with spans: "" if it reuses.
+
+        Sets `told` where the connector itself gave the reason, and has said so in the log.
+        """
         parallel = self.client.vllm_config.parallel_config
         if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
             return "data parallelism: spans prepared on one engine are not on the others"
@@ -81,6 +85,7 @@ class VllmEngine:
             if output.finished:
                 if audit is None:
                     return "kvspan's connector is not loaded (see `kvspan vllm-args`)"
+                self.told = bool(refused_in(audit))
                 return refused_in(audit)
         raise KvspanError("vLLM gave no answer to a first request")
 

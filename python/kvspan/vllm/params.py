@@ -16,11 +16,13 @@ from typing import Any
 from kvspan.engine import PLACEMENTS, Placement
 from kvspan.errors import UsageError
 from kvspan.layout import SpanLayout, layout_from_tokens
+from kvspan.query.checks import closest
 
 KEY = "kvspan"
 DEFAULT_TIMEOUT_S = 30.0
 MAX_TIMEOUT_S = 86_400
 _FIELDS = ("spans", "scope", "placement", "timeout_s", "id", "prepare_for")
+_OF_HYBRIDS = "replay"
 
 
 @dataclass(frozen=True)
@@ -77,20 +79,36 @@ def to_params(
     return {KEY: {**value, "timeout_s": timeout_s}}
 
 
-def from_params(
-    params: Mapping[str, Any] | None, token_ids: Sequence[int], block_size: int
-) -> SpanParams | None:
-    """The spans a request declares, or None. Raises UsageError where they make no sense."""
+def fields_of(params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """What a request's ``kv_transfer_params`` tell kvspan, if anything.
+
+    Raises:
+        UsageError: where that is no object, or has fields that kvspan does not know.
+    """
     value = (params or {}).get(KEY)
     if value is None:
         return None
     where = f"kv_transfer_params.{KEY}"
     if not isinstance(value, Mapping):
         raise UsageError(f"{where}: expected an object, got {type(value).__name__}")
-    if unknown := sorted(set(value) - set(_FIELDS)):
-        raise UsageError(
-            f"{where}: expected only {', '.join(_FIELDS)}; got {', '.join(map(str, unknown))}"
-        )
+    known = (*_FIELDS, _OF_HYBRIDS)
+    for name in value:
+        if name not in known:
+            hint = closest(str(name), known)
+            raise UsageError(f"{where}.{name}: unknown field{hint}", expected=", ".join(known))
+    return value
+
+
+def from_params(
+    params: Mapping[str, Any] | None, token_ids: Sequence[int], block_size: int
+) -> SpanParams | None:
+    """The spans a request declares, or None. Raises UsageError where they make no sense."""
+    value = fields_of(params)
+    if value is None:
+        return None
+    where = f"kv_transfer_params.{KEY}"
+    if _OF_HYBRIDS in value:
+        raise UsageError(f"{where}.{_OF_HYBRIDS}: is for hybrid models, which have no spans")
     spans = value.get("spans", [])
     if not isinstance(spans, Sequence) or not all(_is_pair(span) for span in spans):
         raise UsageError(f"{where}.spans: expected a list of [start, end], got {spans!r}")

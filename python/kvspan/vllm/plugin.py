@@ -112,9 +112,8 @@ class EndpointPlugin:
         names = tuple(args.served_model_name or [args.model])
         state.kvspan = Service(engine, Settings(names=names), _metrics())
         if engine.reason:
-            logger.warning(
-                "kvspan: %s is there, spans are not reused: %s", QUERY_PATH, engine.reason
-            )
+            say = logger.info if engine.told else logger.warning  # one warning is enough
+            say("kvspan: %s is there, spans are not reused: %s", QUERY_PATH, engine.reason)
         else:
             logger.info(
                 "kvspan: %s is on; spans of all requests are prepared by the server", QUERY_PATH

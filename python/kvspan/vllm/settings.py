@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from kvspan.errors import UsageError
 from kvspan.parentheses import Parentheses
+from kvspan.query.checks import closest
 
 Kind = Literal["spans", "hybrid"]
 
@@ -108,7 +109,7 @@ def check_setting(name: str, value: object, where: str, kind: Kind | None = None
     known = {**SETTINGS["spans"], **SETTINGS["hybrid"], **(SETTINGS[kind] if kind else {})}
     if name not in known:
         raise UsageError(
-            f"{where}: unknown setting{_meant(str(name), known)}",
+            f"{where}: unknown setting{closest(str(name), tuple(known))}",
             expected=", ".join(sorted(SETTINGS[kind] if kind else known)),
         )
     if kind and name not in SETTINGS[kind]:
@@ -172,10 +173,3 @@ def parse_setting(text: str, where: str) -> tuple[str, Any]:
         except ValueError:
             pass  # as text it is of the wrong type, and that is said where it is checked
     return name, value
-
-
-def _meant(word: str, words: Mapping[str, object]) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""

@@ -1,4 +1,7 @@
-"""What of vLLM's configurations spans work with; everything else is refused by name."""
+"""What of vLLM's configurations spans work with; everything else is refused by name.
+
+A reason says what to set instead, where a setting helps.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,7 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, no_rows: st
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     if name := missing_hook():
-        return f"this vLLM has no {name}"
+        return f"this vLLM has no {name}; tested with {', '.join(TESTED_VERSIONS)}"
     model, cache, parallel = (
         vllm_config.model_config,
         vllm_config.cache_config,
@@ -94,30 +97,36 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, no_rows: st
     )
     groups = kv_cache_config.kv_cache_groups
     if not cache.enable_prefix_caching and no_rows:
-        return f"prefix caching is off, and its pool is where spans are kept ({no_rows})"
+        return (
+            f"prefix caching is off, and its pool is where spans are kept ({no_rows}); "
+            "set --enable-prefix-caching"
+        )
     if len(groups) != 1:
         return f"the model has {len(groups)} kinds of KV cache (sliding windows or recurrent state)"
     spec = groups[0].kv_cache_spec
     if type(spec) is not FullAttentionSpec:
         return f"its KV cache is {type(spec).__name__}"
     if spec.sliding_window or getattr(spec, "attention_chunk_size", None):
-        return "windowed or chunked attention"
-    if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"a KV cache of {spec.dtype}"
+        return "windowed or chunked attention; set --disable-sliding-window if a window is enough"
     if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
-        return f"kv_cache_dtype {cache.cache_dtype}"
+        return f"kv_cache_dtype {cache.cache_dtype}; set --kv-cache-dtype auto"
+    if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"a KV cache of {spec.dtype}; set --kv-cache-dtype auto"
     if kv_cache_config.needs_kv_cache_zeroing:
         return "blocks are zeroed before they are used again, which a source might be"
     if spec.block_size != cache.block_size:
-        return f"blocks of {spec.block_size} tokens under hashes of {cache.block_size}"
+        return (
+            f"blocks of {spec.block_size} tokens under hashes of {cache.block_size}; "
+            f"set --block-size {spec.block_size}"
+        )
     if parallel.pipeline_parallel_size > 1:
-        return "pipeline parallelism"
+        return "pipeline parallelism; set --pipeline-parallel-size 1"
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
-        return "context parallelism"
+        return "context parallelism; set --decode-context-parallel-size 1"
     if model.quantization == "gguf":
-        return "GGUF weights, whose keys may rotate in other pairs"
+        return "GGUF weights, whose keys may rotate in other pairs; load them from safetensors"
     if vllm_config.speculative_config is not None:
-        return "speculative decoding"
+        return "speculative decoding; leave --speculative-config out"
     try:
         rotary(model.hf_text_config, model.get_head_size())
         cache_layout(spec.dtype, spec.block_size, spec.head_size)

@@ -24,7 +24,7 @@ from kvspan.vllm.hybrid.steps import Load, ReplayMetadata, Shared, Step, Tracked
 from kvspan.vllm.hybrid.store import root_key
 from kvspan.vllm.hybrid.support import make_store, options, refusal
 from kvspan.vllm.hybrid.tracking import ReplayAudit, Settings, Track, Work, parse_policy
-from kvspan.vllm.params import KEY
+from kvspan.vllm.params import KEY, fields_of
 from kvspan.vllm.stats import SpanStats
 
 if TYPE_CHECKING:
@@ -96,11 +96,14 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _state_text(self) -> str:
         if self._reason:
-            block = self._vllm_config.cache_config.block_size
-            return (
-                f"off: {self._reason}; prefixes are hit at multiples of {block} tokens only, and "
-                "by no request that is the first to part there"
-            )
+            cache = self._vllm_config.cache_config
+            left = "no prefix is reused"
+            if cache.enable_prefix_caching:
+                left = (
+                    f"prefixes are hit at multiples of {cache.block_size} tokens only, and by no "
+                    "request that is the first to part there"
+                )
+            return f"off, {left}: {self._reason}"
         return (
             f"on, policy {self._options.policy_text}, pages of {self._settings.page} tokens, "
             f"{self._options.host_bytes / 2**30:.1f} GiB on the host"
@@ -118,9 +121,10 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         refused = ""
         value = (request.kv_transfer_params or {}).get(KEY)
         try:
-            if isinstance(value, dict) and "replay" in value and not reason:
+            told = fields_of(request.kv_transfer_params) or {}
+            if "replay" in told and not reason:
                 policy = parse_policy(
-                    value["replay"], f"kv_transfer_params.{KEY}.replay", self._options.k_min
+                    told["replay"], f"kv_transfer_params.{KEY}.replay", self._options.k_min
                 )
                 if policy.name == "exact" and not self._options.exact_hidden:
                     raise UsageError(
@@ -128,7 +132,7 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
                         "hidden vectors",
                         expected="its option hidden to be pair", found="sum",
                     )  # fmt: skip
-            if isinstance(value, dict) and value.get("spans"):
+            if told.get("spans"):
                 refused = "spans need KV that may move, and recurrent state can not"
             elif request.mm_features or request.prompt_embeds is not None:
                 refused = "multimodal inputs or embeddings"
@@ -141,9 +145,8 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         if reason:
             if value is not None:
                 self._stats.refuse(kind)
-                logger.warning(
-                    "kvspan: request %s runs without replay: %s", request.request_id, reason
-                )
+                say = logger.debug if kind == "configuration" else logger.warning  # said once
+                say("kvspan: request %s runs without replay: %s", request.request_id, reason)
                 self._audits[request.request_id] = ReplayAudit(policy="off", refused=reason)
             return
         lora = request.lora_request

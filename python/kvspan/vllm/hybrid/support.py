@@ -1,4 +1,7 @@
-"""What of vLLM's configurations Tail-Replay works with, and its settings."""
+"""What of vLLM's configurations Tail-Replay works with, and its settings.
+
+Everything else is refused by name; a reason says what to set instead, where a setting helps.
+"""
 
 from __future__ import annotations
 
@@ -180,7 +183,7 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
             if "GDN" not in str(spec.mamba_type):
                 return f"recurrent layers of type {spec.mamba_type}"
             if spec.mamba_cache_mode not in ("none", "align"):
-                return f"mamba_cache_mode {spec.mamba_cache_mode}; expected none or align"
+                return f"mamba_cache_mode {spec.mamba_cache_mode}; set --mamba-cache-mode align"
         elif type(spec) is FullAttentionSpec and not spec.sliding_window:
             attention.append(spec)
         else:
@@ -188,21 +191,23 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     if len(attention) != 1:
         return f"{len(attention)} kinds of attention cache; expected 1"
     if parallel.world_size > 1:
-        return "tensor or pipeline parallelism"
+        return "tensor or pipeline parallelism; set both sizes to 1"
     if parallel.distributed_executor_backend not in (None, "uni"):
         return (
-            f"executor {parallel.distributed_executor_backend}; expected one process (on CPUs set "
-            "VLLM_ENABLE_V1_MULTIPROCESSING=0)"
+            f"executor {parallel.distributed_executor_backend}; expected one process, on CPUs set "
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0"
         )
     if vllm_config.speculative_config is not None:
-        return "speculative decoding"
+        return "speculative decoding; leave --speculative-config out"
     if parallel.use_ubatching:
-        return "dual-batch overlap, which splits a step's rows"
+        return "dual-batch overlap, which splits a step's rows; leave --enable-dbo out"
     if parallel.use_sequence_parallel_moe:
-        return "sequence parallelism, which splits a step's rows"
+        return (
+            "sequence parallelism, which splits a step's rows; leave --enable-expert-parallel out"
+        )
     if not _built_here(name := model.architecture):
         return (
-            f"{name} is not kvspan's, so its hidden vectors are not captured (VLLM_PLUGINS, where "
-            "it is set, must name kvspan, and no other plug-in may replace that class)"
+            f"{name} is not kvspan's, so its hidden vectors are not captured; set VLLM_PLUGINS, if "
+            "at all, so that it names kvspan, and no other plug-in that replaces that class"
         )
     return ""
