@@ -28,6 +28,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from kvspan.layout import SpanLayout, layout_from_tokens
 from kvspan.vllm.params import to_params
 
+HOSTED = {**CONNECTOR, "kv_connector_extra_config": {"host_gib": 0.125}}
+
 
 @contextmanager
 def serving(folder: Path, **options: Any) -> Iterator[Served]:
@@ -77,7 +79,8 @@ def test_asynchronous_scheduling(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         config.scheduler_config.async_scheduling = True
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(forced))
-    with serving(folder, num_blocks=60, max_model_len=1024, max_num_batched_tokens=90) as served:
+    sizes = {"num_blocks": 60, "max_model_len": 1024, "max_num_batched_tokens": 90}
+    with serving(folder, connector=HOSTED, **sizes) as served:
         scheduler = scheduler_of(served)
         assert isinstance(scheduler, AsyncScheduler)
         check(served)
@@ -212,9 +215,8 @@ def test_engine_core_in_a_process_of_its_own_and_two_tensor_parallel_workers(
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     """Each worker keeps its half of the spans on the host."""
-    hosted = {**CONNECTOR, "kv_connector_extra_config": {"host_gib": 0.125}}
     sizes = {"num_blocks": 60, "max_model_len": 1024, "max_num_batched_tokens": 1024}
-    with serving(folder, tensor_parallel_size=2, connector=hosted, **sizes) as served:
+    with serving(folder, tensor_parallel_size=2, connector=HOSTED, **sizes) as served:
         check(served)
         layout = make([3, 1, 2], seed=3, question=2)
         rng = np.random.default_rng(1)
@@ -232,8 +234,7 @@ def test_engine_core_in_a_process_of_its_own_and_two_tensor_parallel_workers(
 def test_beside_vllms_offloading_connector(folder: Path, order: str) -> None:
     """What the pool loses comes back from the host, spans and what follows them included."""
     own = order == "kvspan with a host tier"
-    extra = {"kv_connector_extra_config": {"host_gib": 0.0625}} if own else {}
-    connectors = [{**CONNECTOR, **extra}, OFFLOADING]
+    connectors = [HOSTED if own else CONNECTOR, OFFLOADING]
     if order == "kvspan last":
         connectors.reverse()
     both = {
