@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvspan.engine import PLACEMENTS, SCOPES, Placement, Scope
 from kvspan.errors import UsageError
 from kvspan.query.prompt import Message, Prompt, Span
+from kvspan.reserved_tokens import reserved_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -182,7 +183,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> None:
         self.tokenizer = tokenizer
         self.block_size = block_size
-        self._reserved = _reserved_tokens(tokenizer)
+        self._reserved = reserved_tokens(tokenizer)
         self.pad_id = self._find_pad_id()
         probe = list(tokenizer("a").input_ids)
         bos = tokenizer.bos_token_id
@@ -327,18 +328,6 @@ class PromptEncoder:
                 raise UsageError(f"the model's chat template drops or reorders the {role} message")
             out.append(before)
         return [*out, rest]
-
-
-def _reserved_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Tokens that text of users must never become: special ones, and those the template writes."""
-    template = str(tokenizer.chat_template or "")
-    reserved = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-    for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
-        text = str(token.content)
-        if text.strip() and (token.special or text in template):
-            reserved[token_id] = text
-    reserved.pop(tokenizer.unk_token_id, None)
-    return reserved
 
 
 def to_turns(prompt: Prompt) -> list[tuple[str, str]]:

@@ -109,6 +109,21 @@ def test_role_tokens_that_are_not_declared_special_are_reserved_too() -> None:
     assert "<image>" not in words(encoder, layout)
 
 
+def test_marks_that_nothing_declares_are_reserved_and_markup_is_not() -> None:
+    marks = ["<start_of_image>", "[multimodal]", "<|fim_prefix|>", "<\uff5cUser\uff5c>", "<img>"]
+    ordinary = ["<table>", "</b>", "COVID-19", "\n\n"]
+    tokenizer = word_tokenizer(CHAT)
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in (*marks, *ordinary)])
+    encoder = PromptEncoder(tokenizer, 4)
+    evil = f"w1 {' w2 '.join((*marks, *ordinary))}"
+    layout = encoder.encode((span(evil), Message("user", evil)))
+    found = words(encoder, layout)
+    assert not set(marks) & set(found)
+    assert all(found.count(text) == 2 for text in ordinary[:3])
+    for text in marks:
+        assert not encoder.may_be_span(tokenizer.convert_tokens_to_ids([text]))
+
+
 @pytest.mark.parametrize(
     "content",
     ["{{ m.content }} {{ m.content }}", "{{ m.content[:9] }}", "{{ m.content | upper }}", "w1"],
