@@ -8,15 +8,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvspan.errors import KvspanError, UsageError
-from kvspan.host import DiskLevel, HostTier
+from kvspan.host import HostTier
 from kvspan.host.disk import check_folder
 from kvspan.hybrid.groups import layer_map
 from kvspan.ops import digest_fields
 from kvspan.vllm import HYBRIDS
+from kvspan.vllm.host_disk import check_room, open_disk, weights
 from kvspan.vllm.hybrid.store import Geometry, PageStore
 from kvspan.vllm.hybrid.tracking import Policy, parse_policy
 from kvspan.vllm.plugin import HYBRIDS_MODULE
@@ -31,7 +31,6 @@ logger = logging.getLogger("vllm.kvspan")
 
 # Models whose blocks hand on one vector a token, which holds the residual.
 _ONE_VECTOR = ("olmo_hybrid",)
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 @dataclass(frozen=True)
@@ -118,39 +117,18 @@ def make_store(
         row_bytes=config.hidden_size * (2 if options.pair else 1) * model.dtype.itemsize,
     )
     page = geometry.page_bytes
-    if options.host_bytes < page:
-        raise UsageError(
-            f"{WHERE}.host_gib: no room for one page",
-            expected=f"{page / 2**30:.3g} or more",
-            found=f"{options.host_bytes / 2**30:.3g}",
-        )
+    check_room(options.host_bytes, page, "one page")
     disk = None
     if options.disk:
         # Another model, or the same in other units of storage, must not be taken for this one.
         told = digest_fields(
             "kvspan/vllm/hybrid/disk/v2", model.model, model.revision, str(model.dtype),
-            config.to_json_string(), *astuple(geometry), options.pair, _weights(vllm_config),
+            config.to_json_string(), *astuple(geometry), options.pair, weights(vllm_config),
         )  # fmt: skip
-        try:
-            disk = DiskLevel(options.disk, options.disk_bytes, told)
-        except KvspanError as error:
-            raise UsageError(f"{WHERE}.disk: {error}") from None
+        disk = open_disk(options.disk, options.disk_bytes, told)
     tier = HostTier(options.host_bytes, page_bytes=page, disk=disk)
     recycle = not vllm_config.scheduler_config.async_scheduling
     return PageStore(tier, geometry, recycle=recycle)
-
-
-def _weights(vllm_config: VllmConfig) -> str:
-    """Changes with the weights that a model's name stands for: a folder may get others."""
-    model = vllm_config.model_config
-    path = Path(model.model)
-    found = sorted(path.iterdir()) if path.is_dir() else [path]
-    stats = [(f.name, f.stat()) for f in found if f.suffix in _WEIGHTS and f.is_file()]
-    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    commit = getattr(model.hf_config, "_commit_hash", None)
-    load = str(vllm_config.load_config.load_format)
-    seed = model.seed if "dummy" in load.lower() else None
-    return repr((files, commit, load, model.quantization, seed))
 
 
 def is_hybrid(kv_cache_config: KVCacheConfig) -> bool:
