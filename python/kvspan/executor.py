@@ -32,6 +32,7 @@ from kvspan.query.retrieval import CorpusPaths, Retriever, retriever_for
 from kvspan.query.spans import note_spans
 from kvspan.results import CallResult as CallResult
 from kvspan.results import Failure as Failure
+from kvspan.results import Line
 from kvspan.results import RunResult as RunResult
 from kvspan.run_options import DEFAULT_CONCURRENCY as DEFAULT_CONCURRENCY
 from kvspan.run_options import DEFAULT_TEMPERATURE as DEFAULT_TEMPERATURE
@@ -171,6 +172,7 @@ class _Job:
         self.engines = OpenedEngines(engine)
         self.results: dict[int, CallResult] = {}
         self.failures: dict[int, Failure] = {}
+        self.said: list[Say] = []
         self.interrupt: asyncio.Future[None] | None = None
         self._plan(self.capabilities if engine else None)
 
@@ -241,6 +243,7 @@ class _Job:
             placement=self.options.placement,
             seconds=time.perf_counter() - started,
             failures=[self.failures[id] for id in sorted(self.failures)],
+            lines=[Line(say.path, say.text) for say in sorted(self.said, key=lambda say: say.id)],
         )
 
     async def _run_steps(self) -> None:
@@ -265,8 +268,7 @@ class _Job:
                 while ready and len(running) < self.options.max_concurrency:
                     step = steps[heapq.heappop(ready)]
                     if isinstance(step, Say):
-                        if self.options.on_print is not None:
-                            self.options.on_print(step.text)
+                        self._say(step)
                         finish(step.id)
                     elif isinstance(step, Call) and not self._hopeless(step):
                         running[asyncio.ensure_future(self._call(step))] = step.id
@@ -288,6 +290,11 @@ class _Job:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             self.interrupt.cancel()
+
+    def _say(self, step: Say) -> None:
+        self.said.append(step)
+        if self.options.on_print is not None:
+            self.options.on_print(step.text)
 
     def _settle(self, task: asyncio.Future[Any], id: int) -> None:
         try:

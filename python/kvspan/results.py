@@ -64,6 +64,14 @@ class Failure:
         return {**obj, "cause": self.cause} if self.cause is not None else obj
 
 
+@dataclass(frozen=True)
+class Line:
+    """What a print node said. path: where it stands in the query."""
+
+    path: str
+    text: str
+
+
 @dataclass(frozen=True, repr=False)
 class RunResult:
     """The outcome of a query.
@@ -73,6 +81,7 @@ class RunResult:
     answers, answer_ids: the texts of those and the ids of their calls, in document order.
     calls: every call that was made, inner ones included, in the order of the plan.
     failures: calls without an answer; empty unless the run was to keep going.
+    lines: what print nodes said, in the order of the plan.
     query, trace: the query after rewriting, and the rules that did it. seconds: wall time.
     """
 
@@ -87,6 +96,7 @@ class RunResult:
     placement: Placement
     seconds: float
     failures: list[Failure] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
 
     def __repr__(self) -> str:
         """In one line, however large it is."""
@@ -125,4 +135,5 @@ class RunResult:
             "placement": self.placement,
             "calls": [call.to_obj() for call in self.calls],
             **({"failures": [f.to_obj() for f in self.failures]} if self.failures else {}),
+            **({"lines": [asdict(line) for line in self.lines]} if self.lines else {}),
         }

@@ -33,6 +33,7 @@ from kvspan.engine import GenerateRequest
 from kvspan.executor import SpanHistory, derive_seed
 from kvspan.query import expand
 from kvspan.query.lisp import to_lisp
+from kvspan.query.nodes import Node
 from kvspan.query.optimizer import optimize
 from kvspan.query.plan import make_plan
 from kvspan.query.read import from_json, from_lisp, from_yaml
@@ -119,6 +120,28 @@ def test_pairs_of_different_lengths_are_refused() -> None:
     )
 
 
+PAIRS = zip_(par("a", "b"), "c")
+
+
+@pytest.mark.parametrize(
+    ("query", "place"),
+    [
+        (PAIRS, "$.zip"),
+        (plus(plus("x", plus("y")), PAIRS), "$.plus[1].zip"),
+        (plus("", PAIRS), "$.plus[1].zip"),
+        (plus(repeat(2, g("M", PAIRS))), "$.plus[0].repeat.g.input.zip"),
+        (plus(map_("M", ["x", "y"]), g("M", PAIRS)), "$.plus[1].g.input.zip"),
+        (cross("", from_corpus("town", "x"), "q"), "$.cross[1]"),
+        (cross("", ""), "$"),
+    ],
+    ids=["alone", "flattened", "dropped", "repeat", "map", "corpus", "empty"],
+)
+def test_errors_name_what_was_written_and_not_what_became_of_it(query: Node, place: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        run(query, engine=FakeEngine(), model="M")
+    assert str(caught.value).startswith(f"{place}: ")
+
+
 def test_a_monad_runs_before_what_reads_beside_it_and_leaves_nothing() -> None:
     engine = FakeEngine(echo)
     query = g("M", cross(monad(plus(g("M", "x", max_tokens=1), g("M", "y"))), plus("x"), "q"))
@@ -153,6 +176,10 @@ def test_lines_come_when_the_run_gets_there() -> None:
         on_print=said.append,
     )
     assert said == ["one", "two"]
+    assert result.to_obj()["lines"] == [
+        {"path": "$.seq[0]", "text": "one"},
+        {"path": "$.seq[2]", "text": "two"},
+    ]
     assert result.answers == ["1", "2"]
     assert result.result == seq(assistant("1"), assistant("2"))
 

@@ -153,7 +153,7 @@ def pair(query: Node) -> Node:
 
     def combine(node: Node, below: list[Node], path: Path) -> Node:
         if isinstance(node, Zip):
-            return _pairs(below, path)
+            return _pairs(below, node.origin or path)
         old = node.children
         if isinstance(node, Plus) and any(isinstance(child, Zip) for child in old):
             flat: list[Node] = []

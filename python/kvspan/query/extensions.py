@@ -131,6 +131,7 @@ class Retrieve(_Own):
     query: Node
     limit: int | None = None
     embedding_model: str | None = None
+    origin: Path | None = None
     kind: ClassVar[str] = "retrieve"
 
     def __post_init__(self) -> None:

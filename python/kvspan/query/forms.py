@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from kvspan.query.checks import (
@@ -18,7 +18,8 @@ from kvspan.query.checks import (
     check_text,
     raise_if,
 )
-from kvspan.query.nodes import NODES, Generate, Node, Path, must_be, settings_text
+from kvspan.query.extensions import Retrieve
+from kvspan.query.nodes import NODES, Generate, Node, Path, Text, must_be, settings_text
 from kvspan.query.traverse import transform
 
 
@@ -28,7 +29,7 @@ class Repeat(Node):
 
     n: int
     sample: Generate
-    origin: Path | None = field(default=None)
+    origin: Path | None = None
     kind: ClassVar[str] = "repeat"
 
     def __post_init__(self) -> None:
@@ -62,7 +63,7 @@ class Map(Node):
     inputs: tuple[str, ...]
     max_tokens: int | None = None
     temperature: float | None = None
-    origin: Path | None = field(default=None)
+    origin: Path | None = None
     kind: ClassVar[str] = "map"
 
     def __post_init__(self) -> None:
@@ -93,6 +94,7 @@ class Zip(Node):
 
     first: Node
     second: Node
+    origin: Path | None = None
     kind: ClassVar[str] = "zip"
 
     def __post_init__(self) -> None:
@@ -105,7 +107,8 @@ class Zip(Node):
         return (self.first, self.second)
 
     def with_children(self, children: Sequence[Node]) -> Node:
-        return Zip(*children)
+        first, second = children
+        return Zip(first, second, self.origin)
 
     def child_path(self, path: Path, index: int) -> Path:
         return path.child("zip").child(("first", "second")[index])
@@ -141,6 +144,7 @@ class Print(Node):
     """A line to show when the run gets here. No part of any prompt or answer."""
 
     text: str
+    origin: Path | None = None
     kind: ClassVar[str] = "print"
 
     def __post_init__(self) -> None:
@@ -165,6 +169,7 @@ class Augment(Node):
     body: Node
     name: str
     content: str | bytes
+    origin: Path | None = None
     kind: ClassVar[str] = "augment"
 
     def __post_init__(self) -> None:
@@ -198,11 +203,26 @@ _FORMS = (Repeat, Map, Zip, Monad, Print, Augment)
 KINDS: dict[str, type[Node]] = {**NODES, **{cls.kind: cls for cls in _FORMS}}
 
 
+def has_text(root: Node) -> bool:
+    """Whether a model has anything to read: text, or what is still to be retrieved or answered."""
+    stack = [root]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Text):
+            if item.text:
+                return True
+        elif isinstance(item, (Generate, Augment, Retrieve)):
+            return True
+        elif not isinstance(item, (Monad, Print)):
+            stack.extend(reversed(item.children))
+    return False
+
+
 def mark_origins(root: Node) -> Node:
-    """Note on every node that asks a model where it stands, before rules move it."""
+    """Note where it stands on every node that does something, before rules move it."""
 
     def mark(node: Node, path: Path) -> Node:
-        if isinstance(node, (Generate, Repeat, Map)):
+        if isinstance(node, (Generate, Repeat, Map, Zip, Print, Augment, Retrieve)):
             return replace(node, origin=path)
         return node
 

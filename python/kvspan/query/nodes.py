@@ -8,7 +8,7 @@ is in ``kvspan.query.traverse``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -287,7 +287,7 @@ class Generate(Node):
     input: Node
     max_tokens: int | None = None
     temperature: float | None = None
-    origin: Path | None = field(default=None)
+    origin: Path | None = None
     kept: bool = False
     plain: bool = False
     kind: ClassVar[str] = "g"

@@ -13,7 +13,7 @@ from typing import Any
 from kvspan.errors import UsageError
 from kvspan.query.expand import expand
 from kvspan.query.extensions import Options, Retrieve
-from kvspan.query.forms import Augment, Monad, Print
+from kvspan.query.forms import Augment, Monad, Print, has_text
 from kvspan.query.nodes import (
     ROOT,
     Assistant,
@@ -24,7 +24,6 @@ from kvspan.query.nodes import (
     Par,
     Path,
     Seq,
-    Text,
 )
 from kvspan.query.prompt import nothing_to_read
 from kvspan.query.traverse import fold
@@ -185,20 +184,22 @@ def make_plan(query: Node) -> Plan:
                 inputs: list[int] = []
                 waits: list[int] = []
                 stack.append(("call", node, path, start, said, inputs, waits, answers, ending))
-                _check_has_text(node, path)
+                if not has_text(node.input):
+                    where = (node.origin or path).child("g").child("input")
+                    raise nothing_to_read(str(where))
                 if id(node.input) in asks:
                     below = node.child_path(path, 0)
                     stack.append(("open", node.input, below, start, said, inputs, waits))
                 continue
             if isinstance(node, Print):
                 before = () if start[0] is None else (start[0],)
-                steps.append(Say(len(steps), str(path), node.text, before))
+                steps.append(Say(len(steps), str(node.origin or path), node.text, before))
                 ending.append(len(steps) - 1)
                 continue
             if isinstance(node, (Augment, Retrieve)):
                 raise UsageError(
                     f"{node.kind} needs a retriever, and none was given",
-                    path=str(path),
+                    path=str(node.origin or path),
                     expected="a run with a retriever",
                     found="none",
                 )
@@ -258,19 +259,6 @@ def _nodes_that_ask(query: Node) -> set[int]:
 
     fold(query, combine)
     return found
-
-
-def _check_has_text(node: Generate, path: Path) -> None:
-    stack = [node.input]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, (Generate, Augment, Retrieve)) or (
-            isinstance(item, Text) and item.text
-        ):
-            return
-        if not isinstance(item, (Monad, Print)):
-            stack.extend(reversed(item.children))
-    raise nothing_to_read(str((node.origin or path).child("g").child("input")))
 
 
 def put_answers(node: Node, answers: Iterable[str | None]) -> Node:

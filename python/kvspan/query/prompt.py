@@ -108,9 +108,12 @@ def to_prompt(
     return tuple(parts)
 
 
-def nothing_to_read(path: str) -> UsageError:
+def nothing_to_read(
+    path: str, message: str = "empty generate: its input has no text"
+) -> UsageError:
+    """The error where a model would get an empty prompt."""
     return UsageError(
-        "empty generate: its input has no text",
+        message,
         path=path,
         expected="at least one message that is not empty",
         found="none",

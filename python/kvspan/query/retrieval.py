@@ -158,7 +158,7 @@ def _places(query: Node) -> list[tuple[Node, Generate | None, Path]]:
     while stack:
         node, asker, path = stack.pop()
         if isinstance(node, _RETRIEVES) and id(node) not in outer:
-            places.append((node, asker, path))
+            places.append((node, asker, node.origin or path))
             continue
         if isinstance(node, _RETRIEVES):
             asker = None  # what is retrieved to search with is read by no model

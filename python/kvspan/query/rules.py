@@ -12,8 +12,9 @@ from kvspan.errors import UsageError
 from kvspan.query import expand
 from kvspan.query.context import Context
 from kvspan.query.extensions import Options
-from kvspan.query.forms import Monad
+from kvspan.query.forms import Monad, has_text
 from kvspan.query.nodes import Cross, Generate, Join, Node, Path, Plus, Seq, Text
+from kvspan.query.prompt import nothing_to_read
 from kvspan.query.traverse import each, has_generate, kinds_in, rebuild, transform
 
 
@@ -33,6 +34,8 @@ def desugar_chat(query: Node, context: Context) -> Node:
             expected="a g node, or a default model (--model)",
             found=f"only messages under {query.kind}",
         )
+    if not has_text(query):
+        raise nothing_to_read("$", "empty query: it has no text")
     return Generate(context.default_model, query)
 
 
