@@ -339,7 +339,7 @@ class _Job:
                 result = await engine.generate(request, self._listener(call))
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if task is not None and _being_cancelled(task):
+            if task is not None and task.cancelling():
                 raise
             raise KvspanError("the engine cancelled the call", path=call.path) from None
         except Exception as error:
@@ -400,11 +400,6 @@ class _Job:
                     interrupt.set_exception(error)
 
         return deliver
-
-
-def _being_cancelled(task: asyncio.Task[Any]) -> bool:
-    cancelling = getattr(task, "cancelling", None)  # Python 3.11
-    return cancelling is None or cancelling() > 0
 
 
 def _placed(error: Exception, path: str) -> KvspanError:

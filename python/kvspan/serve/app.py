@@ -227,7 +227,7 @@ class Endpoint:
                 try:
                     wait = min(rest, settings.keep_alive) if job.stream else rest
                     event = await asyncio.wait_for(events.get(), wait)
-                except (TimeoutError, asyncio.TimeoutError):
+                except TimeoutError:
                     if job.stream:
                         await reply.comment("keep-alive")
                     continue

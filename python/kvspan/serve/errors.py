@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from kvspan.engine import PoolTooSmallError, PromptTooLongError
@@ -65,7 +64,7 @@ def to_api_error(error: BaseException) -> APIError:
         return APIError(400, message, code="context_length_exceeded")
     if isinstance(error, UsageError):
         return APIError(400, message, code="invalid_value", param=error.path)
-    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+    if isinstance(error, TimeoutError):
         return APIError(504, message or "timed out", type=SERVER, code="timeout")
     if isinstance(error, KvspanError):
         return APIError(500, message, type=SERVER, code="engine_error")
