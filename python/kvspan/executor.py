@@ -12,7 +12,6 @@ to read the missing answer.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import heapq
 import time
 from collections.abc import Callable
@@ -41,24 +40,13 @@ from kvspan.run_options import OnPrint as OnPrint
 from kvspan.run_options import OnText as OnText
 from kvspan.run_options import Opener as Opener
 from kvspan.run_options import Options as Options
+from kvspan.run_options import derive_seed as derive_seed
 
 if TYPE_CHECKING:
     from kvspan.engine import Capabilities, Engine
 
 
 _BESIDE = ("engine", "open", "on_text")  # what run and arun take besides options
-
-
-def derive_seed(seed: int, path: str) -> int:
-    """Seed of the call at ``path``: below 2**63, the same wherever and whenever it is run.
-
-    It depends on the path as written, not on the plan, so that rewriting changes no sample.
-
-    >>> derive_seed(0, "$") == derive_seed(0, "$"), derive_seed(0, "$") == derive_seed(1, "$")
-    (True, False)
-    """
-    digest = hashlib.sha256(f"kvspan call seed\0{seed}\0{path}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def run(

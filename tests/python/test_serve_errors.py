@@ -100,6 +100,8 @@ WRONG: dict[str, tuple[str, Any, int, str, str | None, str]] = {
                    "context_length_exceeded", None, "$: prompt of"),
     "query option": ("query/execute?sed=1", {"user": "w1"}, 400, "unknown_parameter", "sed",
                      "expected one of stream"),
+    "option twice": ("query/execute?seed=1&seed=2", {"user": "w1"}, 400, "invalid_value", "seed",
+                     "seed: expected the option once; found it twice"),
     "query seed": ("query/execute?seed=x", {"user": "w1"}, 400, "invalid_value", "seed",
                    "expected a whole number; found 'x'"),
     "query scope": ("query/execute?scope=x", {"user": "w1"}, 400, "invalid_value", "scope",

@@ -112,7 +112,7 @@ async def _read_completion(service: Service, request: Request, body: bytes) -> J
 
 
 async def read_query(service: Service, request: Request, body: bytes) -> Job:
-    return queries.query(service, body, dict(request.query_params))
+    return queries.query(service, body, request.query_params.multi_items())
 
 
 def encode(value: Any) -> bytes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvspan.engine import PLACEMENTS, SCOPES
@@ -32,10 +32,22 @@ if TYPE_CHECKING:
     from kvspan.retrieve.corpora import Corpora
 
 
-def query(service: Service, body: bytes, options: dict[str, str]) -> Job:
-    """What the request asks for. options: of the URL, see OPTIONS."""
+def query(service: Service, body: bytes, options: Sequence[tuple[str, str]]) -> Job:
+    """What the request asks for. options: of the URL, as they stand there, see OPTIONS.
+
+    Raises APIError for an option that is unknown, that is given twice, or whose value is wrong.
+    """
     settings = service.settings
-    values = {name: _option(name, text) for name, text in options.items()}
+    values: dict[str, Any] = {}
+    for name, text in options:
+        if name in values:
+            raise APIError(
+                400,
+                f"{name}: expected the option once; found it twice",
+                code="invalid_value",
+                param=name,
+            )
+        values[name] = _option(name, text)
     stream = values.pop("stream", False)
     values.setdefault("seed", random.getrandbits(53))
 
