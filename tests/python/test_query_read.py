@@ -270,6 +270,11 @@ def test_yaml_aliases_cannot_explode() -> None:
             "read as a cross of its items",
         ),
         ('[{"system":"s"},{"user":"a"}]', cross(system("s"), "a"), "q: $: an array where one node"),
+        (
+            '{"g":{"model":"M","input":{"plus":["a",{"user":"b"}]}}}',
+            g("M", plus("a", "b")),
+            "q: $.g.input.plus[0]: a string where one node belongs",
+        ),
         ('{"user":"a","user":"b"}', user("b"), "the last one counts"),
         ('{"user":"a","note":"b"}', user("a"), "all but 'user' ignored"),
     ],
@@ -281,6 +286,17 @@ def test_lenient_forms(text: str, query: Node, said: str) -> None:
         assert loads(text, lenient=True, source="q") == query
     assert len(caught) == 1
     assert said in str(caught[0].message)
+
+
+def test_bare_strings_in_a_bare_array() -> None:
+    with pytest.warns(QueryWarning) as caught:
+        query = loads('{"g":{"model":"M","input":["a",{"user":"b"},"c"]}}', lenient=True)
+    assert query == g("M", cross("a", "b", "c"))
+    assert [str(warning.message).split(":")[0] for warning in caught] == [
+        "$.g.input",
+        "$.g.input.cross[0]",
+        "$.g.input.cross[2]",
+    ]
 
 
 def test_lenient_is_silent_about_plain_queries() -> None:

@@ -4,8 +4,8 @@ Strict by default: an unknown node or key, a wrong type or a key given twice is 
 the JSON path, what was expected and what was found. ``lenient=True`` reads what spnl's
 documentation shows or its parser lets through, with a warning for each thing: unknown keys are
 ignored, an array where one node belongs (as ``input``, or as the whole query) is a ``cross``, a
-bare string there is a ``user`` message, ``query`` in a ``repeat`` is its ``g`` node, and of a key
-given twice the last counts.
+bare string there or in an array of nodes is a ``user`` message, ``query`` in a ``repeat`` is its
+``g`` node, and of a key given twice the last counts.
 """
 
 from __future__ import annotations

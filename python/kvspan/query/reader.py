@@ -92,6 +92,8 @@ class Reader:
         if issubclass(cls, Join):
             items = self.array(body, path, f"the value of {kind}", "an array of nodes")
             below = [(item, path.child(index)) for index, item in enumerate(items)]
+            if self.lenient:
+                below = [(self.legacy_input(item, place), place) for item, place in below]
             return _Opened(below, lambda below: cls(tuple(below)))
         if cls is Monad:
             return _Opened([(self.legacy_input(body, path), path)], lambda below: Monad(*below))
