@@ -32,10 +32,11 @@ from kvspan.errors import KvspanError, UsageError
 from kvspan.ops import digest_fields
 from kvspan.vllm.hybrid.support import is_hybrid
 from kvspan.vllm.params import SpanAudit, from_params
-from kvspan.vllm.scheduling import Move, Piece, SpanRequest, SpanScheduler
+from kvspan.vllm.scheduling import Piece, SpanRequest, SpanScheduler
 from kvspan.vllm.settings import check_settings
 from kvspan.vllm.span_audits import SpanAudits
 from kvspan.vllm.span_host import SpanHost
+from kvspan.vllm.span_pool import refresh, steer
 from kvspan.vllm.span_rows import RowPlanner
 from kvspan.vllm.span_setup import HostSettings, flops, host_refusal, lora_name, num_workers
 from kvspan.vllm.span_steps import StepMetadata, StepReport, Tracked
@@ -97,17 +98,16 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: SpanWorker | None = None
         self._host: SpanHost | None = None
         self._host_settings = HostSettings.of(settings) if settings["host_gib"] else None
-        host_off = ""
-        if self._host_settings and (host_off := host_refusal(vllm_config, self._reason)):
+        self._no_host = host_refusal(vllm_config) if self._host_settings else ""
+        if self._reason or self._no_host:
             self._host_settings = None
         if role == KVConnectorRole.SCHEDULER:
             if note := version_note(vllm.__version__):
                 logger.warning("kvspan: %s", note)
-            say = logger.warning if self._reason or not self._caching else logger.info
+            off = self._reason or self._no_host or not self._caching
+            say = logger.warning if off else logger.info
             say("kvspan: %s", self._state())
-            if host_off:
-                logger.warning("kvspan: spans are not kept on the host: %s", host_off)
-            elif self._host_settings:
+            if self._host_settings:
                 self._host = self._make_host(self._host_settings)
 
     def _make_host(self, settings: HostSettings) -> SpanHost:
@@ -130,9 +130,11 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
             return f"span reuse is off, requests with spans run as ordinary ones: {self._reason}"
         reuse = "on" if self._caching else "off (set --enable-prefix-caching)"
         rows = f"off ({self._no_rows})" if self._no_rows else "on"
+        host = f", {self._host_settings}" if self._host_settings else ""
+        if self._no_host:
+            host = f", nothing on the host ({self._no_host})"
         return (
-            f"span reuse is {reuse}, blocks of {self._block_size}, "
-            f"{self._host_settings or 'nothing on the host'}; "
+            f"span reuse is {reuse}, blocks of {self._block_size}{host}; "
             f"missing spans computed in the step, and parallel placement: {rows}"
         )
 
@@ -219,7 +221,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
             request.request_id,
             tracked.spans,
             num_computed_tokens,
-            request.num_tokens,
+            self._own_blocks(request),
             tracked.timeout_s,
         ):
             self._audits.waits(tracked)
@@ -245,7 +247,8 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         if not match.moves:
             return 0, False
         if self._steer and not tracked.computes:
-            self._steer_to(tracked)
+            assert self._pool is not None
+            steer(self._pool, match.moves, self._own_blocks(request))
         return (match.moves[-1].index + 1) * self._block_size - num_computed_tokens, False
 
     def _cannot_compute(self, tracked: Tracked) -> str:
@@ -253,13 +256,17 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         if self._no_rows:
             return f"its spans were not prepared in time ({self._no_rows})"
         assert self._pool is not None
-        own = -(-tracked.request.num_tokens // self._block_size) + 1
+        own, scratch = self._own_blocks(tracked.request), self._rows.scratch_blocks(tracked.spans)
         free = int(self._pool.get_num_free_blocks())
-        if own + self._rows.scratch_blocks(tracked.spans) <= free:
+        if own + scratch <= free:
             return ""
         if free < self._pool.num_gpu_blocks - 1:  # others will give theirs back
             return _NO_ROOM_NOW
         return "its spans were not prepared in time, and the pool has no room to compute them"
+
+    def _own_blocks(self, request: Request) -> int:
+        """What a request takes of the pool until its first token."""
+        return int(-(-request.num_tokens // self._block_size) + 1)
 
     def _give_up(self, tracked: Tracked, reason: str) -> None:
         """Run as an ordinary request, under ordinary hashes: nothing it computes is a span."""
@@ -318,36 +325,9 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         self._step.moves += [(move.src, table[move.index], move.delta) for move in plan]
         in_place = sum(move.src == table[move.index] for move in plan)
         tracked.spans.audit.in_place_tokens += in_place * self._block_size
-        self._refresh(plan)
+        refresh(self._pool, plan)
         tracked.spans.audit.moved_tokens += num_external_tokens
         self._audits.stats.add("span_tokens_moved", num_external_tokens)
-
-    def _steer_to(self, tracked: Tracked) -> None:
-        """Makes vLLM hand out the sources themselves, so that keys are rotated where they lie.
-
-        Saves the copies and their blocks, and uses the sources up: for spans that do not come
-        again. Not where a source is in use, or wanted twice, or where the pool is short: a source
-        must not be given up for a request that is not admitted then.
-        """
-        assert self._pool is not None
-        blocks = [self._pool.blocks[move.src] for move in tracked.plan]
-        needed = -(-tracked.request.num_tokens // self._block_size) + 1
-        if needed > self._pool.get_num_free_blocks() or any(block.ref_cnt for block in blocks):
-            return
-        if len({block.block_id for block in blocks}) < len(blocks):
-            return
-        # Blocks without a hash go to the front of the free queue, in this order.
-        self._pool.evict_blocks({block.block_id for block in blocks})
-        self._pool.touch(blocks)
-        self._pool.free_blocks(blocks)
-
-    def _refresh(self, plan: list[Move]) -> None:
-        """What is used is evicted last, as after a hit: a move alone does not touch its source."""
-        assert self._pool is not None
-        sources = [self._pool.blocks[src] for src in dict.fromkeys(move.src for move in plan)]
-        idle = [block for block in sources if not block.ref_cnt]
-        self._pool.touch(idle)
-        self._pool.free_blocks(reversed(idle))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         step, self._step = self._step, StepMetadata()

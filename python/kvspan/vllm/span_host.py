@@ -116,12 +116,12 @@ class SpanHost:
     # Loads.
 
     def must_wait(
-        self, name: str, spans: SpanRequest, num_computed: int, num_tokens: int, timeout_s: float
+        self, name: str, spans: SpanRequest, num_computed: int, own_blocks: int, timeout_s: float
     ) -> bool:
         """Whether a request is to be asked about again later; begins what it waits for.
 
-        num_computed: tokens it would hit as things are, num_tokens: that it has. timeout_s: how
-        long it waits for one round of copies.
+        num_computed: tokens it would hit as things are. own_blocks: that it takes itself.
+        timeout_s: how long it waits for one round of copies.
         """
         now = time.monotonic()
         wait = self._waits.setdefault(name, _Wait())
@@ -139,8 +139,7 @@ class SpanHost:
         wanted = [piece for piece in missing if self._can_come(piece)]
         fresh = [piece for piece in wanted if piece.key not in self._loading]
         needed = [piece for piece in spans.pieces if piece not in missing]
-        own = -(-num_tokens // self._block_size) + 1
-        begun = self._begin_load(fresh, needed, own) if fresh else None
+        begun = self._begin_load(fresh, needed, own_blocks) if fresh else None
         if fresh and begun is None:
             wanted = [piece for piece in wanted if piece.key in self._loading]
         for piece in wanted:

@@ -45,10 +45,8 @@ class HostSettings:
         return f"{self.memory_bytes / 2**30:.3g} GiB on the host{disk}"
 
 
-def host_refusal(vllm_config: VllmConfig, spans_off: str) -> str:
-    """Why spans cannot be kept on the host; "" when they can. spans_off: why there are none."""
-    if spans_off:
-        return f"span reuse is off: {spans_off}"
+def host_refusal(vllm_config: VllmConfig) -> str:
+    """Why spans cannot be kept on the host though they are reused; "" when they can."""
     if name := missing_hook(_HOOKS):
         return f"this vLLM has no {name}"
     if not vllm_config.cache_config.enable_prefix_caching:
