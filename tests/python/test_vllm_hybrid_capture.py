@@ -24,9 +24,9 @@ class Layer(nn.Module):
             self.linear_attn = SimpleNamespace()
 
     def forward(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        residual = residual + hidden
-        scale = residual.float().square().mean(-1, keepdim=True).rsqrt()
-        return (residual.float() * scale).to(residual.dtype) @ self.weight, residual
+        x = residual.float() + hidden.float()
+        scale = x.square().mean(-1, keepdim=True).rsqrt()
+        return (x * scale).to(hidden.dtype) @ self.weight, x.to(hidden.dtype)
 
 
 class OneVector(Layer):
