@@ -18,19 +18,20 @@ from kvspan.interrupts import held_interrupts
 
 # Sends SIGINT when the module of this name is about to be imported.
 EARLY = """
-import os, runpy, signal, sys
+import os, runpy, sys
 
 class Interrupter:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), 2)
 
+sys.modules.pop({module!r}, None)
 sys.meta_path.insert(0, Interrupter())
 runpy.run_module("kvspan", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize("module", ["kvspan.cli", "argparse", "kvspan.executor", "yaml"])
+@pytest.mark.parametrize("module", ["kvspan.cli", "signal", "argparse", "kvspan.executor", "yaml"])
 @pytest.mark.parametrize("flags", [[], ["--json"]], ids=["plain", "json"])
 def test_ctrl_c_during_the_imports_of_the_command(tmp_path, module: str, flags: list[str]) -> None:
     file = tmp_path / "q.yaml"
