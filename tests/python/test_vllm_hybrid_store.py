@@ -18,13 +18,24 @@ import pytest
 
 from kvspan.errors import UsageError
 from kvspan.host import DiskLevel, HostTier
-from kvspan.vllm.hybrid.store import Geometry, OpenPage, PageStore, page_of, root_key
+from kvspan.vllm.hybrid.store import Geometry, PageStore, page_of, root_key
 from kvspan.vllm.hybrid.support import options
-from kvspan.vllm.hybrid.tracking import Plan, Policy, Settings, Track, Work, parse_policy
+from kvspan.vllm.hybrid.tracking import (
+    Plan,
+    Policy,
+    Restore,
+    Settings,
+    Track,
+    Work,
+    parse_policy,
+)
 
 SIZE = 8
-GEOMETRY = Geometry(size=SIZE, layers=2, block_bytes=SIZE * 8, streams=1, row_bytes=8)
+GEOMETRY = Geometry(
+    size=SIZE, layers=2, block_bytes=SIZE * 8, streams=1, row_bytes=8, state_bytes=8
+)
 ROOT = root_key(None, "", SIZE)
+TABLE = ([7 + i for i in range(20)],)
 
 
 def digest(tokens: Sequence[int]) -> np.ndarray:
@@ -34,71 +45,96 @@ def digest(tokens: Sequence[int]) -> np.ndarray:
 
 
 class Machine:
-    """One request at a time, in steps of `chunk` tokens."""
+    """One request at a time, in steps of `chunk` tokens; in Python, what a worker writes."""
 
     def __init__(self, megabytes: float = 4.0, **settings: int) -> None:
-        tier = HostTier(int(megabytes * 2**20), page_bytes=GEOMETRY.page_bytes)
+        self.memory = np.zeros(int(megabytes * 2**20), np.uint8)
+        tier = HostTier(len(self.memory), page_bytes=GEOMETRY.page_bytes, memory=self.memory)
         self.store = PageStore(tier, GEOMETRY)
         self.settings = Settings(SIZE, **settings)
         self.plans: list[Plan] = []
 
     def run(
         self, tokens: list[int], prompt: int, chunk: int, policy: str = "exact", local: int = 0,
-        stop_at: int | None = None, salt: str | None = None,
+        stop_at: int | None = None, salt: str | None = None, fail_at: int | None = None,
+        alone: bool = True,
     ) -> int:  # fmt: skip
-        """Run a request; what its plan reads is checked. Returns the length of its match."""
+        """Run a request; what its plan reads is checked. Returns the length of its match.
+
+        fail_at: the step to this position fails. alone: nobody else holds anything.
+        """
         track = Track(self.settings, root_key(salt, "", SIZE), parse_policy(policy, "test", 1))
         plan = track.begin(self.store, tokens[:prompt], local)
         at = local
+        table = ([7 + i for i in range(len(tokens) // SIZE + 1)],)
         if plan is not None:
             self.check(plan, tokens)
-            begun = track.accepted(plan)
-            if begun is not None:
-                self.go_on(plan, begun)
+            restore, written = track.accepted(self.store, plan, table)
+            self.restore(restore, tokens)
+            written.settle(self.store, tokens[:prompt])
             track.end_plan()
             at = plan.length
         matched = at
-        table = ([7 + i for i in range(len(tokens) // SIZE + 1)],)
         end = len(tokens) if stop_at is None else stop_at
         while at < end:
             count = min(chunk, prompt - at) if at < prompt else 1
-            work = track.work(self.store, at, count, table, 0, prompt)
-            if work is not None:
-                self.work(work, tokens)
+            ordered = track.work(self.store, at, count, table, 0, prompt)
             at += count
-            track.publish(self.store, tokens[: max(at, prompt)], at)
+            if ordered is not None:
+                failed = fail_at is not None and at >= fail_at
+                if not failed:
+                    self.work(ordered[0], tokens, at - count)
+                ordered[1].settle(self.store, tokens[: max(at, prompt)], failed)
+        ordered = track.last_work(self.store, at, table, 0, state=True)
+        if ordered is not None:
+            if fail_at is None:
+                self.work(ordered[0], tokens, at)
+            ordered[1].settle(self.store, tokens[: max(at, prompt)], fail_at is not None)
         track.stop(self.store)
-        self.store.tier.flush()  # what waits for the disk is pinned, too
-        assert not any(e.pins for e in self.store.tier._entries.values())
+        if alone:
+            self.nothing_is_held()
         return matched
 
-    def work(self, work: Work, tokens: list[int]) -> None:
-        position = work.start
-        for page in work.pages:
-            base = position // SIZE * SIZE
-            buffer = self.store.open(page)
-            while position < min(base + SIZE, work.start + work.count):
-                if page.filled == position - base:
-                    row = digest(tokens[: position + 1])
-                    GEOMETRY.hidden(buffer)[0, position - base] = row
-                    page.filled += 1
-                position += 1
-        for page, block, saved in work.copies:
-            base = (block - 7) * SIZE
-            kv = GEOMETRY.kv(self.store.open(page)).reshape(2, SIZE, 8)
-            for i in range(saved):
-                kv[:, i] = digest(tokens[: base + i + 1])
-            page.saved = saved
-        if work.keep_state is not None:
-            end = work.start + work.count
-            work.track.keep_state(end, [digest(tokens[:end])], work.saves)
+    def nothing_is_held(self) -> None:
+        tier = self.store.tier
+        tier.flush()  # what waits for the disk is pinned, too
+        assert not any(e.pins for e in tier._entries.values())
+        held = sum(len(e.pages) for e in tier._entries.values())
+        assert held == tier._pool.num_pages - tier._pool.num_free
 
-    def go_on(self, plan: Plan, begun: OpenPage) -> None:
-        offset = plan.length % SIZE
-        buffer = self.store.open(begun)
-        np.copyto(GEOMETRY.kv(buffer), GEOMETRY.kv(page_of(plan.pages[-1])))
-        GEOMETRY.hidden(buffer)[:, :offset] = GEOMETRY.hidden(page_of(plan.pages[-1]))[:, :offset]
-        begun.filled = begun.saved = offset
+    def work(self, work: Work, tokens: list[int], start: int) -> None:
+        position = start
+        for fill in work.fills:
+            assert position % SIZE == fill.first
+            page = self.page(fill.page)
+            for i in range(fill.first, fill.first + fill.count):
+                position += 1
+                GEOMETRY.hidden(page)[0, i] = digest(tokens[:position])
+        for at, block in work.copies:
+            self.copy(self.page(at), block - 7, tokens)
+        if work.state is not None:
+            self.keep(work.state.spans, tokens[: work.state.position])
+
+    def copy(self, page: np.ndarray, index: int, tokens: list[int]) -> None:
+        kv = GEOMETRY.kv(page).reshape(2, SIZE, 8)
+        for i in range(min(SIZE, len(tokens) - index * SIZE)):
+            kv[:, i] = digest(tokens[: index * SIZE + i + 1])
+
+    def keep(self, spans: Any, tokens: list[int]) -> None:
+        ((at, count),) = spans
+        self.memory[at : at + count] = digest(tokens)
+
+    def page(self, at: int) -> np.ndarray:
+        return self.memory[at : at + GEOMETRY.page_bytes]
+
+    def restore(self, restore: Restore, tokens: list[int]) -> None:
+        if restore.begun is not None:
+            offset = restore.length % SIZE
+            own, donor = self.page(restore.begun), self.page(restore.pages[-1])
+            np.copyto(GEOMETRY.kv(own), GEOMETRY.kv(donor))
+            GEOMETRY.hidden(own)[:, :offset] = GEOMETRY.hidden(donor)[:, :offset]
+        if restore.keep is not None:
+            self.keep(restore.keep, tokens[: restore.length])
 
     def check(self, plan: Plan, tokens: list[int]) -> None:
         for position in range(plan.length):
@@ -129,11 +165,9 @@ def test_match_ends_where_prompts_part(seed: int) -> None:
         tokens = tokens[: rng.randint(2, len(tokens))]
         prompt = rng.randint(1, len(tokens))
         matched = machine.run(tokens, prompt, rng.randint(1, 20))
-        # Generated tokens are found page by page; prompts to their end.
         longest = max((common(tokens[: prompt - 1], d) for d in done), default=0)
-        assert longest // SIZE * SIZE <= matched <= max(longest, 0)
-        whole = len(tokens) // SIZE * SIZE
-        done.append(tokens[: max(prompt, whole)])
+        assert matched == longest
+        done.append(tokens)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -171,7 +205,8 @@ def test_ratio_is_approximate_only_without_a_state_near() -> None:
     plan = track.begin(machine.store, [*tokens[:70], 7, 7], 0)
     assert plan is not None
     assert (plan.length, plan.start, plan.exact, plan.state) == (70, 63, False, None)
-    assert track.accepted(plan) is None
+    restore, written = track.accepted(machine.store, plan, TABLE)
+    assert (restore.begun, restore.keep, written.pages) == (None, None, [])
     assert not track.capturing
     track.end_plan()
     track = Track(machine.settings, ROOT, parse_policy("ratio:0.1", "test", 1))
@@ -191,13 +226,13 @@ def test_audit_says_what_was_restored() -> None:
     assert (track.audit.matched, track.audit.exact) == (0, True)
     plan = track.begin(machine.store, [*tokens[:70], 7, 7], 0)
     assert plan is not None
-    track.accepted(plan)
+    track.accepted(machine.store, plan, TABLE)
     assert (track.audit.matched, track.audit.exact) == (70, False)
     track.end_plan()
     machine.run([*tokens[:70], 7, 7, 5], 73, 100)  # leaves a state behind right there
     plan = track.begin(machine.store, [*tokens[:70], 7, 7, 5, 6], 0)  # after a preemption
     assert plan is not None and plan.exact
-    track.accepted(plan)
+    track.accepted(machine.store, plan, TABLE)
     assert not track.audit.exact, "its earlier tokens came from an approximate state"
     track.end_plan()
 
@@ -210,7 +245,8 @@ def test_sums_of_hidden_vectors_are_exact_only_unread() -> None:
     track = Track(machine.settings, ROOT, parse_policy("ratio:1", "test", 1))
     plan = track.begin(machine.store, [*tokens[:70], 7], 0)
     assert plan is not None and (plan.start, plan.exact) == (0, False)
-    assert track.accepted(plan) is None and not track.capturing
+    track.accepted(machine.store, plan, TABLE)
+    assert not track.capturing and not track.pages
     track.end_plan()
     plan = Track(machine.settings, ROOT, Policy()).begin(machine.store, [*tokens, 7], 0)
     assert plan is not None and plan.exact, "the state was kept, nothing is replayed"
@@ -223,23 +259,71 @@ def test_step_over_before_its_last_token_is_known() -> None:
     tokens = list(range(SIZE))
     track = Track(machine.settings, ROOT, Policy())
     track.begin(machine.store, tokens[:-1], 0)
+    steps = []
     for start, count in ((0, SIZE - 1), (SIZE - 1, 1)):
-        work = track.work(machine.store, start, count, ([7],), 0, SIZE - 1)
-        assert work is not None
-        machine.work(work, tokens)
-    track.publish(machine.store, tokens[:-1], SIZE)
-    assert machine.run([*tokens[:-1], 9], SIZE, SIZE) == SIZE - 1
+        ordered = track.work(machine.store, start, count, TABLE, 0, SIZE - 1)
+        assert ordered is not None
+        machine.work(ordered[0], tokens, start)
+        steps.append(ordered[1])
+    for written in steps:
+        written.settle(machine.store, tokens[:-1])
+    assert machine.run([*tokens[:-1], 9], SIZE, SIZE, alone=False) == SIZE - 1
     track.publish(machine.store, tokens, SIZE)
-    assert machine.run([*tokens, 9], SIZE + 1, SIZE) == SIZE
+    assert machine.run([*tokens, 9], SIZE + 1, SIZE, alone=False) == SIZE
     track.stop(machine.store)
+
+
+def test_step_that_failed_leaves_nothing() -> None:
+    machine = Machine()
+    tokens = list(range(100))
+    assert machine.run(tokens, 100, 30, fail_at=60) == 0
+    assert machine.run(tokens, 100, 30) == 24, "of the pages that were written to their end"
+
+
+def test_memory_of_a_step_under_way_is_not_given_away() -> None:
+    """A request is dropped while two steps still write for it; another is served meanwhile."""
+    pages = 10
+    machine = Machine(megabytes=pages * GEOMETRY.page_bytes / 2**20)
+    tokens = list(range(5 * SIZE))
+    track = Track(machine.settings, ROOT, Policy())
+    track.begin(machine.store, tokens, 0)
+    table = ([7 + i for i in range(6)],)
+    steps = [track.work(machine.store, i * 16, 16, table, 0, 40) for i in range(2)]
+    track.begin(machine.store, tokens, 0)  # preempted, and scheduled anew
+    other = [9] * 99
+    machine_pages = machine.store.tier._pool.num_pages
+    assert machine_pages == pages
+    taken = [machine.store.open() for _ in range(pages)]
+    assert sum(page is not None for page in taken) == pages - 4
+    for page in filter(None, taken):
+        machine.store.close(page)
+    for ordered in steps:
+        assert ordered is not None
+        machine.work(ordered[0], other, ordered[1].end - 16)
+        ordered[1].settle(machine.store, tokens)
+    assert not machine.store.tier.stored_keys(), "what an earlier life wrote is not published"
+    track.stop(machine.store)
+    machine.nothing_is_held()
+    assert machine.run(tokens, 40, 16) == 0
+
+
+def test_ranks_have_parts_of_their_own() -> None:
+    geometry = Geometry(4, layers=2, block_bytes=6, streams=2, row_bytes=5, state_bytes=3, ranks=3)
+    page = np.zeros(geometry.page_bytes, np.uint8)
+    parts = [geometry.tokens(page).view(np.uint8), geometry.hidden(page)]
+    parts += [geometry.kv(page, rank) for rank in range(3)]
+    for part in parts:
+        part += 1
+    assert (page == 1).all(), "they cover the page, and do not overlap"
 
 
 def test_page_that_cannot_be_read_shortens_the_match(tmp_path: Path) -> None:
     machine = Machine(every=16)
     tokens = list(range(100))
     machine.store.tier = HostTier(
-        2**20, page_bytes=GEOMETRY.page_bytes, disk=DiskLevel(tmp_path, 2**20, b"x")
-    )
+        2**20, page_bytes=GEOMETRY.page_bytes, memory=machine.memory,
+        disk=DiskLevel(tmp_path, 2**20, b"x"),
+    )  # fmt: skip
     machine.run(tokens, 100, 100)
     machine.store.tier.close()
     keys = Track(machine.settings, ROOT, Policy()).keys(tokens)
@@ -281,7 +365,7 @@ def test_settings_that_make_no_sense(name: str, value: object) -> None:
 
 
 def test_settings_left_out() -> None:
-    found = options(config({"disk": None}))
+    found = options(config({}))
     assert (found.disk, found.decode, found.disk_bytes) == ("", True, 32 * 2**30)
 
 
@@ -290,4 +374,5 @@ def config(extra: dict[str, object]) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
         cache_config=SimpleNamespace(block_size=16),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen3_5_text")),
     )

@@ -20,6 +20,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 VOCAB = 1024
 _SIZES: dict[str, Any] = {
@@ -146,8 +147,28 @@ class HybridServed:
         self.core = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
         self.connector: Any = self.core.scheduler.connector
 
+    @property
+    def side(self) -> Any:
+        """The scheduler's side of the connector."""
+        return self.connector.scheduling
+
+    @property
+    def replayer(self) -> Any:
+        """The worker's."""
+        connector: Any = get_kv_transfer_group()
+        return connector.working.replayer
+
+    def settle(self) -> None:
+        """Steps until vLLM has nothing left to do: what finished requests leave is stored."""
+        while self.core.scheduler.has_requests() or self.core.batch_queue:
+            self.llm.llm_engine.step()
+
     def ask(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 16, **kvspan: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 16,
+        settle: bool = True,
+        **kvspan: Any,
     ) -> list[Answer]:
         """Greedy answers to prompts that are sent together."""
         params = SamplingParams(
@@ -161,6 +182,8 @@ class HybridServed:
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False
         )
+        if settle:
+            self.settle()
         answers = []
         for output in outputs:
             given = output.outputs[0].logprobs

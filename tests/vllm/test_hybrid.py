@@ -6,12 +6,12 @@ rounds bfloat16 differently.
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hybrid_served import VOCAB, Answer, HybridServed, difference, save_hybrid
@@ -19,9 +19,8 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from kvspan.host import HostTier
-from kvspan.vllm.hybrid import connector
-from kvspan.vllm.hybrid.replay import Timing
-from kvspan.vllm.hybrid.tracking import Policy, Track
+from kvspan.vllm.hybrid import scheduling
+from kvspan.vllm.hybrid.layers import to_bytes
 from kvspan.vllm.stats import SpanStats
 
 MORE = int(os.environ.get("KVSPAN_VLLM_BOUNDARIES", "0"))  # so many random boundaries beside these
@@ -78,50 +77,55 @@ def _fresh(served: HybridServed) -> None:
     served.forget()
 
 
+def state_bytes(replayer: Any, position: int, table: Any) -> bytes:
+    """A request's state on the device."""
+    parts = [to_bytes(tensor) for tensor in replayer.states(position, table)]
+    return b"".join(part.tobytes() for part in parts)
+
+
 class Watched:
     """The states that restores leave in their requests' blocks, as bytes."""
 
     def __init__(self, served: HybridServed, monkeypatch: pytest.MonkeyPatch) -> None:
         self.restored: list[bytes] = []
-        replayer = served.connector._shared.replayer
+        replayer = served.replayer
         restore = replayer.restore
 
-        def restore_and_look(plan: Any, track: Any, begun: Any) -> None:
-            restore(plan, track, begun)
-            found = Track(served.connector._settings, bytes(32), Policy())
-            replayer._keep_state(found, plan.length, replayer._destination(plan), 1)
-            self.restored.append(b"".join(part.tobytes() for part in found.new_states[0].parts))
+        def restore_and_look(plan: Any) -> None:
+            restore(plan)
+            self.restored.append(state_bytes(replayer, plan.length, replayer._destination(plan)))
 
         monkeypatch.setattr(replayer, "restore", restore_and_look)
 
     def donor(self, served: HybridServed, prompt: list[int]) -> bytes:
         """The state after a prompt that runs alone."""
-        tracks = []
-        original = Track.keep_state
+        found = {}
+        replayer = served.replayer
+        original = replayer.keep_state
 
-        def keep(track: Track, position: int, parts: Any, saves: int) -> None:
-            tracks.append((position, b"".join(part.tobytes() for part in parts)))
-            original(track, position, parts, saves)
+        def keep(copy: Any) -> None:
+            found[copy.position] = state_bytes(replayer, copy.position, copy.table)
+            original(copy)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Track, "keep_state", keep)
+            patch.setattr(replayer, "keep_state", keep)
             served.ask([prompt], 1)
-        return dict(tracks)[len(prompt)]
+        return found[len(prompt)]
 
 
 def names(served: HybridServed, kind: bytes) -> list[bytes]:
-    tier = served.connector._store.tier
+    tier = served.side.store.tier
     return [name for name in tier.stored_keys() if name[:1] in kind]
 
 
 def drop_states(served: HybridServed) -> None:
     """Leave pages only, so that the next restore replays everything."""
     for name in names(served, b"S"):
-        served.connector._store.tier.remove(name)
+        served.side.store.tier.remove(name)
 
 
 def pinned(served: HybridServed) -> int:
-    return sum(entry.pins for entry in served.connector._store.tier._entries.values())
+    return sum(entry.pins for entry in served.side.store.tier._entries.values())
 
 
 def split_at(served: HybridServed, m: int, suffix: list[int]) -> Answer:
@@ -207,6 +211,15 @@ def test_answers_are_resumed_at_their_end(served: HybridServed) -> None:
     assert difference(answer, full) < ROUNDING
 
 
+def test_next_turn_waits_for_the_end_of_the_last(served: HybridServed) -> None:
+    """It comes before the step that stores what the first turn leaves, and is asked again."""
+    (first,) = served.ask([BASE[:300]], 40, settle=False)
+    assert served.side._ending
+    second = BASE[:300] + list(first.tokens) + tokens(5, 50)
+    (answer,) = served.ask([second])
+    assert answer.cached == 339 and answer.replay["replayed"] == 0
+
+
 def test_restores_among_fresh_requests(served: HybridServed) -> None:
     lengths = (100, 333, 512, 777, 1300, 1531, 1999)
     hits = [BASE[:m] + tokens(20 + m, 30 + m % 7) for m in lengths]
@@ -262,9 +275,10 @@ def test_bad_policy_is_said(served: HybridServed) -> None:
 def test_random_traffic_in_a_small_store(served: HybridServed) -> None:
     """Pages and states are evicted all the time; answers stay right and nothing stays pinned."""
     rng = random.Random(0)
-    store = served.connector._store
-    large = store.tier
-    store.tier = HostTier(8 * 2**20, page_bytes=store.geometry.page_bytes)
+    store, replayer = served.side.store, served.replayer
+    large, memory = store.tier, replayer.memory
+    replayer.memory = np.zeros(8 * 2**20, np.uint8)
+    store.tier = HostTier(8 * 2**20, page_bytes=store.geometry.page_bytes, memory=replayer.memory)
     try:
         for _ in range(12):
             prompts = []
@@ -282,7 +296,7 @@ def test_random_traffic_in_a_small_store(served: HybridServed) -> None:
         assert store.tier.stats().memory.evictions > 10
     finally:
         store.tier.close()
-        store.tier = large
+        store.tier, replayer.memory = large, memory
         served.forget()
 
 
@@ -311,9 +325,9 @@ def test_wait_for_blocks_has_an_end(served: HybridServed, monkeypatch: pytest.Mo
         return found
 
     monkeypatch.setattr(served.connector, "get_num_new_matched_tokens", find_and_tell)
-    monkeypatch.setattr(served.connector, "_has_room", lambda request: False)
-    monkeypatch.setattr(connector, "MAX_WAIT_STEPS", 3)
-    monkeypatch.setattr(served.connector, "_busy", True)
+    monkeypatch.setattr(served.side, "_has_room", lambda request: False)
+    monkeypatch.setattr(scheduling, "MAX_WAIT_STEPS", 3)
+    monkeypatch.setattr(served.side, "_busy", True)
     _, held = served.ask([tokens(5, 40), BASE[:300] + tokens(6, 20)], 12)
     assert told == [None, None, None, 0]
     assert held.replay["matched"] == 0
@@ -344,21 +358,20 @@ def test_counters(served: HybridServed, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_copy_and_replay_run_at_once(served: HybridServed, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a copy that takes long the restore takes no longer than the copy, or little."""
-    replayer = served.connector._shared.replayer
+    replayer = served.replayer
     served.ask([BASE], 1)
     drop_states(served)
     prompt = BASE[:1900] + tokens(2, 20)
     monkeypatch.setattr(replayer, "copy_delay", 2.0)
-    monkeypatch.setattr(replayer, "timing", Timing())
-    kept: list[Timing] = []
-    restore = replayer.restore
+    kept: list[Any] = []
+    take = replayer.take_timing
 
-    def restore_and_look(*args: Any) -> None:
-        restore(*args)
-        kept.append(copy.copy(replayer.timing))
+    def take_and_look() -> Any:
+        kept.append(take())
+        return kept[-1]
 
-    monkeypatch.setattr(replayer, "restore", restore_and_look)
+    monkeypatch.setattr(replayer, "take_timing", take_and_look)
     served.ask([prompt], 1)
-    (timing,) = kept
+    (timing,) = (timing for timing in kept if timing.restores)
     assert timing.copy_s > 2.0
     assert timing.replay_s + timing.wait_s <= 1.15 * max(timing.copy_s, timing.replay_s)

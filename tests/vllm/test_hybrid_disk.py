@@ -71,7 +71,7 @@ def test_other_weights_under_the_same_name(tmp_path: Path) -> None:
     served = serve(folder, disk)
     (answer,) = served.ask([BASE[:300]])
     assert answer.cached == 0
-    assert served.connector._store.tier.stats().ignored["other model"] > 0
+    assert served.side.store.tier.stats().ignored["other model"] > 0
     served.close()
 
 

@@ -61,11 +61,12 @@ def test_random_requests(tmp_path: Path) -> None:
         if sent % 100 < 8:
             memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
             print(f"{sent} sent, {aborted} aborts, {checked} checked, peak {memory[-1]} MiB")
-    tier = served.connector._store.tier.stats().memory
+    served.settle()
+    tier = served.side.store.tier.stats().memory
     served.llm.reset_prefix_cache()
     assert pool.get_num_free_blocks() == free, "blocks leaked"
     assert pinned(served) == 0, "entries stay pinned"
-    assert not served.connector._tracked and not served.connector._audits
+    assert not served.side.tracked and not served.side.audits
     print(
         f"{sent} requests, {aborted} aborts, {checked} answers compared (worst mean difference "
         f"{worst:.3f}), {tier.evictions} evictions, all {free} blocks free, nothing pinned; "

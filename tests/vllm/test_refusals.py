@@ -68,6 +68,7 @@ def configuration(model_type: str, changes: dict[str, Any]) -> Any:
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
             world_size=1,
+            nnodes=1,
             distributed_executor_backend="uni",
             use_ubatching=False,
             use_sequence_parallel_moe=False,
@@ -129,6 +130,21 @@ def test_spans_without_a_cache() -> None:
         ({}, [attention(), recurrent(), attention()], "2 kinds of attention cache; expected 1"),
         ({"speculative_config": object()}, [attention(), recurrent()], "; leave --speculative-con"),
         ({"parallel_config.use_ubatching": True}, [attention(), recurrent()], "; leave --enable-d"),
+        (
+            {"parallel_config.nnodes": 2},
+            [attention(), recurrent()],
+            "several nodes; set --nnodes 1",
+        ),
+        (
+            {"parallel_config.pipeline_parallel_size": 2},
+            [attention(), recurrent()],
+            "pipeline parallelism; set --pipeline-parallel-size 1",
+        ),
+        (
+            {"parallel_config.distributed_executor_backend": "ray"},
+            [attention(), recurrent()],
+            "executor ray; set --distributed-executor-backend mp",
+        ),
         (
             {"parallel_config.use_sequence_parallel_moe": True},
             [attention(), recurrent()],

@@ -23,6 +23,13 @@ def to_tensor(held: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(held).view(dtype)
 
 
+def to_host(into: np.ndarray, tensor: torch.Tensor) -> None:
+    """Write a tensor's bytes to a contiguous part of the host's memory, which may be longer."""
+    size = tensor.numel() * tensor.element_size()
+    held = torch.from_numpy(into.reshape(-1)[:size]).view(tensor.dtype)
+    held.view(tensor.shape).copy_(tensor)
+
+
 def load(held: np.ndarray, into: torch.Tensor) -> None:
     """Write bytes into a tensor."""
     if into.device.type == "cpu" and into.is_contiguous():

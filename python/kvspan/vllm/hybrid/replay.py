@@ -6,7 +6,6 @@ they rebuild has the bits of an ordinary prefill of the same tokens.
 
 from __future__ import annotations
 
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,50 +21,48 @@ from kvspan.vllm.hybrid.layers import (
     load,
     mixed_qkv,
     to_bytes,
+    to_host,
     to_tensor,
 )
 from kvspan.vllm.hybrid.running import GroupRunner
-from kvspan.vllm.hybrid.store import OpenPage, PageStore, page_of
-from kvspan.vllm.hybrid.tracking import Plan, Track, Work
+from kvspan.vllm.hybrid.store import Bytes, Geometry
+from kvspan.vllm.hybrid.tracking import Restore, StateCopy, Table, Work
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kvspan.host import View
+    from kvspan.host.pages import Spans
 
-Table = tuple[list[int], ...]
-WORTH_KEEPING = 64  # tokens: the state after a shorter replay is not kept
 NULL_BLOCK = 0  # vLLM's stand-in for blocks that a request does not need
 
 
 @dataclass
 class Timing:
-    """Seconds spent since the start, and how often."""
+    """Of restores since it was last taken: how many, and seconds."""
 
     restores: int = 0
     copy_s: float = 0.0
     replay_s: float = 0.0
     wait_s: float = 0.0
-    restore_s: float = 0.0
-    bytes: int = 0
-
-    def record(self) -> dict[str, float]:
-        return dict(vars(self))
 
 
 @dataclass
 class Replayer:
     """Reads and writes the device's caches for the connector.
 
+    memory: the host tier's, once it is known. geometry: of the pages there. rank: of this worker
+        among those that share the heads; hidden vectors, the same on all, are written by the first.
     pair: hidden vectors are kept as vLLM hands them on, (hidden, residual), which is exact; else as
         their sum, which takes half the memory.
     """
 
     config: VllmConfig
     caches: KVCacheConfig
-    store: PageStore
+    geometry: Geometry
     pair: bool = True
+    rank: int = 0
+    memory: Bytes | None = None
     timing: Timing = field(default_factory=Timing)
 
     def __post_init__(self) -> None:
@@ -86,7 +83,7 @@ class Replayer:
         self.copy_delay = 0.0  # seconds added to every restore's copy, for tests of the overlap
         self._model, self.capture = captured(self._context)
         model = self._model
-        self._device = next(model.parameters()).device
+        self.device = next(model.parameters()).device
         layers = layer_map([layer.layer_type for layer in model.layers])
         self.groups, self.streams = layers.groups, layers.streams
         self.hidden_size = model.config.hidden_size
@@ -113,84 +110,102 @@ class Replayer:
 
     @torch.inference_mode()
     def keep(self, works: list[Work], slots: torch.Tensor | None) -> None:
-        """After the forward pass: store what it left behind. slots: of its rows, attention's."""
-        if sys.exc_info()[0] is not None:
-            return  # the pass failed, and what the last one left is still there
-        rows: dict[int, int] = {}
-        if any(work.count for work in works):
+        """Write what a pass, or a request at its end, leaves. slots: of the pass's rows."""
+        geometry = self.geometry
+        if self.rank == 0 and any(work.fills for work in works):
             assert slots is not None
             rows = {slot: row for row, slot in enumerate(slots.tolist())}
-        streams = [self.capture.rows(stream(index)) for index in self.streams]
-        geometry = self.store.geometry
-        size = geometry.size
+            streams = [self.capture.rows(stream(index)) for index in self.streams]
+            for work in works:
+                row = rows[work.slot]
+                for fill in work.fills:
+                    kept = geometry.hidden(self._page(fill.page))
+                    for into, held in zip(kept, streams, strict=True):
+                        to_host(into[fill.first : fill.first + fill.count],
+                                held[row : row + fill.count])  # fmt: skip
+                    row += fill.count
         for work in works:
-            if work.count:
-                first = rows[work.first_block * size + work.start % size]
-                done = 0
-                for page in work.pages:
-                    offset = (work.start + done) % size
-                    n = min(size - offset, work.count - done)
-                    if page.filled == offset:
-                        kept = geometry.hidden(self.store.open(page))[:, offset : offset + n]
-                        for into, held in zip(kept, streams, strict=True):
-                            np.copyto(into, to_bytes(held[first + done : first + done + n]))
-                        page.filled = offset + n
-                    done += n
-            for page, block, saved in work.copies:
-                kept = geometry.kv(self.store.open(page))
+            for page, block in work.copies:
+                kept = geometry.kv(self._page(page), self.rank)
                 for i, name in enumerate(self._attention_layers):
-                    np.copyto(kept[i], to_bytes(self._context[name].kv_cache[block]).reshape(-1))
-                page.saved = saved
-            if work.keep_state is not None:
-                end = work.start + work.count
-                self._keep_state(work.track, end, work.keep_state, work.saves)
+                    to_host(kept[i], self._context[name].kv_cache[block])
+            if work.state is not None:
+                self.keep_state(work.state)
 
-    def _keep_state(self, track: Track, position: int, table: Table, saves: int) -> None:
-        parts = []
-        for layer, module in self._linear.items():
-            slot = self._slot(layer, table, position)
-            parts += [to_bytes(part[slot]).reshape(-1).copy() for part in module.kv_cache]
-        track.keep_state(position, parts, saves)
+    def _page(self, at: int) -> Bytes:
+        assert self.memory is not None
+        return self.memory[at : at + self.geometry.page_bytes]
+
+    def states(self, position: int, table: Table) -> list[torch.Tensor]:
+        """The tensors that are this rank's state of a request after `position` tokens."""
+        return [
+            part[self._slot(layer, table, position)]
+            for layer, module in self._linear.items()
+            for part in module.kv_cache
+        ]
+
+    def keep_state(self, copy: StateCopy) -> None:
+        pieces = self._state_pieces(copy.spans)
+        for tensor in self.states(copy.position, copy.table):
+            at, count = 0, tensor.numel() * tensor.element_size()
+            held = to_bytes(tensor).reshape(-1)
+            while at < count:
+                n = min(len(pieces[0]), count - at)
+                np.copyto(pieces[0][:n], held[at : at + n])
+                at += n
+                pieces[0] = pieces[0][n:]
+                if not len(pieces[0]):
+                    pieces.pop(0)
+
+    def _state_pieces(self, spans: Spans) -> list[Bytes]:
+        """This rank's part of a state in memory."""
+        assert self.memory is not None
+        start = self.rank * self.geometry.state_bytes
+        end = start + self.geometry.state_bytes
+        pieces, base = [], 0
+        for at, count in spans:
+            low, high = max(start - base, 0), min(end - base, count)
+            if low < high:
+                pieces.append(self.memory[at + low : at + high])
+            base += count
+        return pieces
 
     # Restore.
 
     @torch.inference_mode()
-    def restore(self, plan: Plan, track: Track, begun: OpenPage | None) -> None:
-        """Bring the plan's KV and states into the request's blocks; both at once.
-
-        begun: the page in which the request goes on.
-        """
+    def restore(self, plan: Restore) -> None:
+        """Bring a plan's KV and states into the request's blocks; both at once."""
         began = time.perf_counter()
         copying = self._copier.submit(self._copy_kv, plan)
         try:
             self._restore_states(plan)
             replayed = time.perf_counter()
         finally:
-            moved, copy_s = copying.result()
+            copy_s = copying.result()
         ended = time.perf_counter()
-        if begun is not None:
-            self._continue_page(plan, begun)
-        if plan.exact and plan.length - plan.start >= WORTH_KEEPING:
-            saves = plan.length - plan.start
-            self._keep_state(track, plan.length, self._destination(plan), saves)
-        plan.audit.bytes = moved + self._state_bytes(plan)
-        timing = self.timing  # now: the scheduler takes it away to report it
+        if plan.begun is not None:
+            self._continue_page(plan, plan.begun)
+        if plan.keep is not None:
+            self.keep_state(StateCopy(plan.length, self._destination(plan), plan.keep))
+        timing = self.timing
         timing.restores += 1
         timing.copy_s += copy_s
         timing.replay_s += replayed - began
         timing.wait_s += ended - replayed
-        timing.restore_s += time.perf_counter() - began
-        timing.bytes += plan.audit.bytes
 
-    def _continue_page(self, plan: Plan, begun: OpenPage) -> None:
-        geometry = self.store.geometry
+    def take_timing(self) -> Timing:
+        taken, self.timing = self.timing, Timing()
+        return taken
+
+    def _continue_page(self, plan: Restore, begun: int) -> None:
+        geometry = self.geometry
         offset = plan.length % geometry.size
-        donor, own = page_of(plan.pages[-1]), self.store.open(begun)
-        np.copyto(geometry.kv(own), geometry.kv(donor))
-        np.copyto(geometry.hidden(own)[:, :offset], geometry.hidden(donor)[:, :offset])
-        begun.filled = begun.saved = offset
+        donor, own = self._page(plan.pages[-1]), self._page(begun)
+        np.copyto(geometry.kv(own, self.rank), geometry.kv(donor, self.rank))
+        if self.rank == 0:
+            np.copyto(geometry.hidden(own)[:, :offset], geometry.hidden(donor)[:, :offset])
 
-    def _destination(self, plan: Plan) -> Table:
+    def _destination(self, plan: Restore) -> Table:
         """The request's blocks, such that the state at plan.length goes where the pass looks.
 
         In mode "align" the step's preparation, which has run by now, has moved on to the block in
@@ -206,36 +221,28 @@ class Replayer:
         return tuple(table)
 
     @torch.inference_mode()  # of this thread, not of the one that began the copy
-    def _copy_kv(self, plan: Plan) -> tuple[int, float]:
+    def _copy_kv(self, plan: Restore) -> float:
         began = time.perf_counter()
-        geometry = self.store.geometry
         blocks = plan.table[self._attention]
-        moved = 0
-        for index in range(plan.local // geometry.size, len(plan.pages)):
-            kv = geometry.kv(page_of(plan.pages[index]))
+        for index in range(plan.local // self.geometry.size, len(plan.pages)):
+            kv = self.geometry.kv(self._page(plan.pages[index]), self.rank)
             for i, name in enumerate(self._attention_layers):
                 load(kv[i], self._context[name].kv_cache[blocks[index]])
-            moved += kv.nbytes
         if self.copy_delay:
             time.sleep(self.copy_delay)
-        return moved, time.perf_counter() - began
+        return time.perf_counter() - began
 
-    def _state_bytes(self, plan: Plan) -> int:
-        geometry = self.store.geometry
-        hidden = (plan.length - plan.start) * geometry.row_bytes * geometry.streams
-        return hidden + (plan.state.nbytes if plan.state is not None else 0)
-
-    def _rows(self, plan: Plan, group: Group, start: int, end: int) -> torch.Tensor:
+    def _rows(self, plan: Restore, group: Group, start: int, end: int) -> torch.Tensor:
         """[end - start, width]: what enters a group at these positions."""
-        device = self._device
+        device = self.device
         if group.source is None:
             ids = torch.from_numpy(plan.token_ids[start:end]).to(device)
             return torch.as_tensor(self._model.embed_tokens(ids))
-        geometry = self.store.geometry
+        geometry = self.geometry
         size, stream = geometry.size, self.streams.index(group.source)
         parts = []
         for index in range(start // size, (end - 1) // size + 1):
-            hidden = geometry.hidden(page_of(plan.pages[index]))[stream]
+            hidden = geometry.hidden(self._page(plan.pages[index]))[stream]
             base = index * size
             parts.append(hidden[max(start - base, 0) : min(end - base, size)])
         return to_tensor(np.concatenate(parts), self.config.model_config.dtype).to(device)
@@ -246,7 +253,7 @@ class Replayer:
         hidden, residual = rows.chunk(2, -1)
         return hidden.contiguous(), residual.contiguous()
 
-    def _restore_states(self, plan: Plan) -> None:
+    def _restore_states(self, plan: Restore) -> None:
         table = self._destination(plan)
         kept = self._kept_tensors(plan.state) if plan.state is not None else {}
         for group in self.groups:
@@ -265,9 +272,9 @@ class Replayer:
             self._replay(plan, group, table)
         self._fill_boundary(plan, table)
 
-    def _kept_tensors(self, state: View) -> dict[int, list[torch.Tensor]]:
-        """A kept state's tensors per layer, as `_keep_state` wrote them."""
-        held = np.concatenate(state.pages)
+    def _kept_tensors(self, state: Spans) -> dict[int, list[torch.Tensor]]:
+        """A kept state's tensors per layer, as `keep_state` wrote them."""
+        held = np.concatenate(self._state_pieces(state))
         tensors: dict[int, list[torch.Tensor]] = {}
         at = 0
         for layer, module in self._linear.items():
@@ -279,7 +286,7 @@ class Replayer:
                 at += size
         return tensors
 
-    def _fill_boundary(self, plan: Plan, table: Table) -> None:
+    def _fill_boundary(self, plan: Restore, table: Table) -> None:
         """Mode "align" also keeps the state of a block that ends right at plan.length."""
         for layer, module in self._linear.items():
             gid = self._group_of[module.prefix]
@@ -298,7 +305,7 @@ class Replayer:
         norm = self._model.layers[layer].input_layernorm
         return norm(hidden) if residual is None else norm(hidden, residual)[0]
 
-    def _prime(self, plan: Plan, group: Group, slot: int) -> None:
+    def _prime(self, plan: Restore, group: Group, slot: int) -> None:
         """Set the first layer's convolution state from the rows right before the tail."""
         module = self._linear[group.layers[0]]
         width = module.conv_kernel_size - 1
@@ -309,13 +316,13 @@ class Replayer:
         target = conv if conv.shape[-1] == mixed.shape[-1] else conv.transpose(-1, -2)
         target[width - mixed.shape[0] :].copy_(mixed)
 
-    def _replay(self, plan: Plan, group: Group, table: Table) -> None:
+    def _replay(self, plan: Restore, group: Group, table: Table) -> None:
         runner = self._runners[group]
         slots = [self._slot(layer, table, plan.length) for layer in group.layers]
         for start in range(plan.start, plan.length, runner.most):
             end = min(start + runner.most, plan.length)
             if runner.ids:
-                inputs = torch.from_numpy(plan.token_ids[start:end]).to(self._device)
+                inputs = torch.from_numpy(plan.token_ids[start:end]).to(self.device)
             else:
                 inputs = self._rows(plan, group, start, end)
             runner.run(inputs, start, slots)

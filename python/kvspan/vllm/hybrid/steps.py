@@ -1,68 +1,61 @@
-"""What scheduler and worker of the hybrid connector tell each other, step by step."""
+"""What scheduler and worker of the hybrid connector tell each other, step by step.
+
+Plain data, since they may be in different processes. The scheduler says where in the host tier's
+memory things are to be written or read (offsets in bytes); the worker, or each of a tensor-parallel
+group for its part, says which step is over. Everything else stays with the scheduler.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
-from kvspan.vllm.hybrid.replay import Replayer
-from kvspan.vllm.hybrid.store import OpenPage, PageStore
-from kvspan.vllm.hybrid.tracking import Plan, Track, Work
+from kvspan.vllm.hybrid.tracking import Restore, Work
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
-
-@dataclass
-class Shared:
-    """Scheduler and worker are in one process, which `support.refusal` sees to.
-
-    They take turns, or the worker is a step behind in a thread of its own: done is the last step
-    that it has finished.
-    """
-
-    store: PageStore
-    replayer: Replayer | None = None
-    done: int = 0
+__all__ = ["Arena", "ReplayMetadata", "StepDone"]
 
 
-@dataclass
-class Load:
-    plan: Plan
-    track: Track
-    begun: OpenPage | None
+@dataclass(frozen=True)
+class Arena:
+    """The host tier's memory. name: to map it by; "" where it is in the worker's own process."""
+
+    name: str
+    nbytes: int
+    engine: str
 
 
 @dataclass
 class ReplayMetadata(KVConnectorMetadata):
-    """One step: restores, and what the step's requests leave behind."""
+    """One step, in this order: what finished requests leave, restores, the pass, what it leaves.
+
+    step: its number, rising; 0: the connector is off.
+    """
 
     step: int = 0
-    loads: list[Load] = field(default_factory=list)
+    arena: Arena | None = None
+    lasts: list[Work] = field(default_factory=list)
+    loads: list[Restore] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
 
 
 @dataclass
-class Tracked:
-    """A request of vLLM's. done: its positions that have been computed for certain.
+class StepDone(KVConnectorWorkerMetadata):
+    """A worker has done a step. failed: it raised, and wrote what nobody may read.
 
-    waited: steps that it was held back for blocks.
+    copy_s, replay_s, wait_s: seconds that its restores took.
     """
 
-    request: Request
-    track: Track
-    ordinary_hasher: Any
-    poisoned: bool = False
-    done: int = 0
-    waited: int = 0
+    step: int
+    failed: bool = False
+    copy_s: float = 0.0
+    replay_s: float = 0.0
+    wait_s: float = 0.0
 
-
-@dataclass
-class Step:
-    """A step that was sent to the worker: where it brings which requests, and its restores."""
-
-    number: int
-    ends: list[tuple[Tracked, int]] = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepDone:
+        """Of two workers: over when both are; the seconds are those of the slower one."""
+        assert isinstance(other, StepDone)
+        return StepDone(*(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))

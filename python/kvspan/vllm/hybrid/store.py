@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvspan.host import HostTier, View
+from kvspan.host import HostTier, Reservation, View
 from kvspan.ops import digest_fields
 
 Tokens = np.ndarray
@@ -28,10 +28,13 @@ Bytes = np.ndarray  # uint8
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a page holds.
+    """What a page holds, and how long a state is.
 
-    size: positions. layers, block_bytes: attention layers and one's block. streams, row_bytes:
-    groups of linear-attention layers but the first, and what enters one at one position.
+    size: positions. layers, block_bytes: attention layers and one's block on one rank. streams,
+    row_bytes: groups of linear-attention layers but the first, and what enters one at one position.
+    state_bytes: the recurrent state of all layers on one rank. ranks: workers that share the heads
+    (tensor parallelism), each with a part of its own of KV and states; hidden vectors are the same
+    on all.
     """
 
     size: int
@@ -39,40 +42,69 @@ class Geometry:
     block_bytes: int
     streams: int
     row_bytes: int
+    state_bytes: int = 0
+    ranks: int = 1
 
     @property
     def page_bytes(self) -> int:
-        """One entry: the number of tokens and the tokens (int64), KV, hidden vectors."""
+        """One entry: the number of tokens and the tokens (int64), KV by rank, hidden vectors."""
         hidden = self.streams * self.size * self.row_bytes
-        return 8 * (1 + self.size) + self.layers * self.block_bytes + hidden
+        return self._kv_start + self.ranks * self.kv_bytes + hidden
+
+    @property
+    def kv_bytes(self) -> int:
+        """A page's KV on one rank."""
+        return self.layers * self.block_bytes
+
+    @property
+    def _kv_start(self) -> int:
+        return 8 * (1 + self.size)
 
     def tokens(self, page: Bytes) -> Tokens:
         """int64 [1 + size]: the number of tokens, then the tokens. A view."""
-        return page[: 8 * (1 + self.size)].view(np.int64)
+        return page[: self._kv_start].view(np.int64)
 
-    def kv(self, page: Bytes) -> Bytes:
-        """[layers, block_bytes], the blocks in vLLM's own layout. A view."""
-        start = 8 * (1 + self.size)
-        return page[start : start + self.layers * self.block_bytes].reshape(self.layers, -1)
+    def kv(self, page: Bytes, rank: int = 0) -> Bytes:
+        """[layers, block_bytes], a rank's blocks in vLLM's own layout. A view."""
+        start = self._kv_start + rank * self.kv_bytes
+        return page[start : start + self.kv_bytes].reshape(self.layers, -1)
 
     def hidden(self, page: Bytes) -> Bytes:
         """[streams, size, row_bytes]. A view."""
-        start = 8 * (1 + self.size) + self.layers * self.block_bytes
+        start = self._kv_start + self.ranks * self.kv_bytes
         return page[start:].reshape(self.streams, self.size, self.row_bytes)
 
 
 @dataclass(eq=False)
 class OpenPage:
-    """A page that a request is filling.
+    """A page that a request is filling, in place.
 
-    buffer: None until the worker first writes. filled, saved: positions whose hidden vectors, and
-    whose KV, are in the buffer. name: of what was stored of it last, b"" for nothing.
+    ordered: positions whose hidden vectors the steps sent so far will have written. filled, saved:
+    positions whose hidden vectors, and whose KV, are written. name: under which it was published
+    last, b"" for none. writers: steps under way that write to it. closed: nobody goes on in it.
     """
 
-    buffer: Bytes | None = None
+    memory: Reservation
+    ordered: int = 0
     filled: int = 0
     saved: int = 0
     name: bytes = b""
+    writers: int = 0
+    closed: bool = False
+
+    @property
+    def at(self) -> int:
+        """Where it begins in the tier's memory."""
+        return self.memory.spans[0][0]
+
+
+@dataclass(eq=False)
+class OpenState:
+    """A state that a step writes, in place. saves: tokens that it spares replaying."""
+
+    memory: Reservation
+    position: int
+    saves: int
 
 
 class Found(NamedTuple):
@@ -112,22 +144,16 @@ class PageStore:
     """The tree of pages over a host tier, which bounds, evicts and perhaps keeps them on disk.
 
     flops: floating-point operations to compute one token again, for the tier's choice of what goes.
-    recycle: whether the buffer of a page that is closed serves another at once; not where a step
-        may be under way that writes to it.
     """
 
-    def __init__(
-        self, tier: HostTier, geometry: Geometry, flops: float = 1.0, recycle: bool = True
-    ) -> None:
+    def __init__(self, tier: HostTier, geometry: Geometry, flops: float = 1.0) -> None:
         self.tier = tier
         self.geometry = geometry
         self.flops = flops
-        self.recycle = recycle
         self._children: dict[tuple[bytes, int], list[bytes]] = {}
         self._states: dict[bytes, list[bytes]] = {}
         self._added = 0
         self._swept = 0
-        self._spare: list[Bytes] = []
         self._sweep()
 
     # Reading.
@@ -186,54 +212,58 @@ class PageStore:
 
     # Writing.
 
-    def open(self, page: OpenPage) -> Bytes:
-        """The buffer of a page that is being filled."""
-        if page.buffer is None:
-            page.buffer = (
-                self._spare.pop() if self._spare else np.empty(self.geometry.page_bytes, np.uint8)
-            )
-        return page.buffer
+    def open(self) -> OpenPage | None:
+        """Memory for a page; None where there is no room."""
+        memory = self.tier.reserve(None, self.geometry.page_bytes, kind="page")
+        return None if memory is None else OpenPage(memory)
 
     def close(self, page: OpenPage) -> None:
-        """No more will be written to a page; what was stored of it stays."""
-        if page.buffer is not None:
-            if self.recycle and len(self._spare) < 64:
-                self._spare.append(page.buffer)
-            page.buffer = None
+        """Nobody goes on in a page; what was published of it stays, else its memory is free.
 
-    def publish(self, page: OpenPage, parent: bytes, tokens: Tokens, key: bytes) -> bool:
-        """Store a page up to these tokens. key: its own if it is full, else b"".
-
-        A shorter beginning stored before goes. False if the tier has no room.
+        Once no step writes to it any more.
         """
-        assert page.buffer is not None
+        page.closed = True
+        if page.writers == 0:
+            page.memory.commit()
+
+    def written(self, page: OpenPage) -> None:
+        """One of the page's writers is done."""
+        page.writers -= 1
+        if page.closed and page.writers == 0:
+            page.memory.commit()
+
+    def publish(self, page: OpenPage, parent: bytes, tokens: Tokens, key: bytes) -> None:
+        """Let a page be found, up to these tokens. key: its own if it is full, else b"".
+
+        A shorter beginning published before is not found any more.
+        """
         first = int(tokens[0])
         name = self._full(parent, first, key) if key else self._tail(parent, first, tokens)
         if name == page.name:
-            return True
-        held = self.geometry.tokens(page.buffer)
+            return
+        held = self.geometry.tokens(page.memory.pages[0])
         held[0] = len(tokens)
         held[1 : 1 + len(tokens)] = tokens
-        if not self.tier.contains(name):
-            cost = self.flops * len(tokens)
-            if not self.tier.put(name, page.buffer, cost=cost, kind="page"):
-                return False
+        if not self.tier.contains(name) and page.memory.publish(name, self.flops * len(tokens)):
             self._remember(self._children, (parent, first), name)
         if page.name:
             self.tier.remove(page.name)
             self._forget(self._children, (parent, first), page.name)
         page.name = name
-        return True
 
-    def add_state(self, parent: bytes, tokens: Tokens, parts: Sequence[Any], saves: int) -> bool:
-        """Store an exact state. tokens: after the parent. saves: tokens it spares replaying."""
+    def open_state(self, position: int, saves: int) -> OpenState | None:
+        """Memory for the state at a position; None where there is no room."""
+        nbytes = self.geometry.ranks * self.geometry.state_bytes
+        memory = self.tier.reserve(None, nbytes, kind="state")
+        return None if memory is None else OpenState(memory, position, max(saves, 1))
+
+    def publish_state(self, state: OpenState, parent: bytes, tokens: Tokens) -> None:
+        """Let an exact state be found. tokens: after the parent."""
         name = self._state(parent, tokens)
-        if self.tier.contains(name):
-            return True
-        if not self.tier.put(name, parts, cost=self.flops * saves, kind="state"):
-            return False
-        self._remember(self._states, parent, name)
-        return True
+        cost = self.flops * state.saves
+        if not self.tier.contains(name) and state.memory.publish(name, cost):
+            self._remember(self._states, parent, name)
+        state.memory.commit()
 
     def clear(self) -> None:
         """Remove every entry."""

@@ -6,6 +6,7 @@ Everything else is refused by name; a reason says what to set instead, where a s
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from kvspan.hybrid.groups import layer_map
 from kvspan.ops import digest_fields
 from kvspan.vllm import HYBRIDS
 from kvspan.vllm.host_disk import check_room, open_disk, weights
-from kvspan.vllm.hybrid.store import Geometry, PageStore
+from kvspan.vllm.hybrid.store import Bytes, Geometry, PageStore
 from kvspan.vllm.hybrid.tracking import Policy, parse_policy
 from kvspan.vllm.plugin import HYBRIDS_MODULE
 from kvspan.vllm.settings import WHERE, check_settings
@@ -95,27 +96,39 @@ def check_early(extra: Mapping[str, object] | None) -> None:
         raise
 
 
-def make_store(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options
-) -> PageStore:
-    """Where pages and states are kept; UsageError where they do not fit."""
+def make_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, pair: bool) -> Geometry:
+    """What pages and states hold; the same for the scheduler and all its workers."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
     model = vllm_config.model_config
     config = model.hf_text_config
-    (attention,) = (
-        group
-        for group in kv_cache_config.kv_cache_groups
-        if not isinstance(group.kv_cache_spec, MambaSpec)
-    )
-    spec = attention.kv_cache_spec
-    geometry = Geometry(
-        size=spec.block_size,
+    groups = kv_cache_config.kv_cache_groups
+    (attention,) = (g for g in groups if not isinstance(g.kv_cache_spec, MambaSpec))
+    state_bytes = 0
+    for group in groups:
+        spec = group.kv_cache_spec
+        if isinstance(spec, MambaSpec):
+            parts = zip(spec.shapes, spec.dtypes, strict=True)
+            one = sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
+            state_bytes += one * len(group.layer_names)
+    return Geometry(
+        size=attention.kv_cache_spec.block_size,
         layers=len(attention.layer_names),
-        block_bytes=spec.page_size_bytes,
+        block_bytes=attention.kv_cache_spec.page_size_bytes,
         streams=len(layer_map(config.layer_types).streams),
-        row_bytes=config.hidden_size * (2 if options.pair else 1) * model.dtype.itemsize,
+        row_bytes=config.hidden_size * (2 if pair else 1) * model.dtype.itemsize,
+        state_bytes=state_bytes,
+        ranks=vllm_config.parallel_config.tensor_parallel_size,
     )
+
+
+def make_store(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options, memory: Bytes
+) -> PageStore:
+    """Where pages and states are kept, in memory of `host_bytes`; UsageError if they do not fit."""
+    model = vllm_config.model_config
+    config = model.hf_text_config
+    geometry = make_geometry(vllm_config, kv_cache_config, options.pair)
     page = geometry.page_bytes
     check_room(options.host_bytes, page, "one page")
     disk = None
@@ -126,9 +139,8 @@ def make_store(
             config.to_json_string(), *astuple(geometry), options.pair, weights(vllm_config),
         )  # fmt: skip
         disk = open_disk(options.disk, options.disk_bytes, told)
-    tier = HostTier(options.host_bytes, page_bytes=page, disk=disk)
-    recycle = not vllm_config.scheduler_config.async_scheduling
-    return PageStore(tier, geometry, recycle=recycle)
+    tier = HostTier(options.host_bytes, page_bytes=page, memory=memory, disk=disk)
+    return PageStore(tier, geometry)
 
 
 def is_hybrid(kv_cache_config: KVCacheConfig) -> bool:
@@ -168,13 +180,20 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
             return f"its KV cache has {type(spec).__name__}"
     if len(attention) != 1:
         return f"{len(attention)} kinds of attention cache; expected 1"
-    if parallel.world_size > 1:
-        return "tensor or pipeline parallelism; set both sizes to 1"
-    if parallel.distributed_executor_backend not in (None, "uni"):
-        return (
-            f"executor {parallel.distributed_executor_backend}; expected one process, on CPUs set "
-            "VLLM_ENABLE_V1_MULTIPROCESSING=0"
-        )
+    for what, size, count in (
+        ("pipeline parallelism", "pipeline-parallel-size", parallel.pipeline_parallel_size),
+        (
+            "context parallelism",
+            "decode-context-parallel-size",
+            parallel.decode_context_parallel_size,
+        ),
+        ("several nodes", "nnodes", parallel.nnodes),
+    ):
+        if count > 1:
+            return f"{what}; set --{size} 1"
+    if parallel.distributed_executor_backend not in ("uni", "mp"):
+        found = parallel.distributed_executor_backend
+        return f"executor {found}; set --distributed-executor-backend mp"
     if vllm_config.speculative_config is not None:
         return "speculative decoding; leave --speculative-config out"
     if parallel.use_ubatching:

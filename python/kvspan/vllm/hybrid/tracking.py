@@ -1,7 +1,8 @@
 """The scheduler's side of Tail-Replay: what each request takes from the store and leaves there.
 
 Knows nothing of vLLM, so that it can be tested without one. Per step, `Track.work` says what the
-worker has to do for a request; what the worker has done is published at the next step.
+worker has to do for a request, as plain data (`Work`, `Restore`) that names places in the host
+tier's memory; `Written` remembers what is there once the step is over, to be published then.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import numpy as np
 
 from kvspan.errors import UsageError
 from kvspan.host import View
+from kvspan.host.pages import Spans
 from kvspan.ops import BlockChain
-from kvspan.vllm.hybrid.store import FoundState, Match, OpenPage, PageStore
+from kvspan.vllm.hybrid.store import FoundState, Match, OpenPage, OpenState, PageStore
 
 TRIES = 4
+WORTH_KEEPING = 64  # tokens: the state after a shorter replay is not kept
 
 
 @dataclass(frozen=True)
@@ -95,12 +98,15 @@ class ReplayAudit:
         return asdict(self)
 
 
+Table = tuple[list[int], ...]  # a request's device blocks, per KV cache group
+
+
 @dataclass
 class Plan:
     """One restore: KV and state of `length` tokens, of which `local` are on the device already.
 
     pages, state: what it reads, which the store keeps until `release`. start: where the replay
-    begins, from `state` or, without one, from zero. scheduled: tokens of the step that follows.
+    begins, from `state` or, without one, from zero.
     """
 
     length: int
@@ -112,8 +118,6 @@ class Plan:
     token_ids: np.ndarray
     audit: ReplayAudit
     zero: bool = False
-    table: tuple[list[int], ...] = ()
-    scheduled: int = 0
 
     def release(self) -> None:
         for view in self.pages:
@@ -122,39 +126,99 @@ class Plan:
             self.state.release()
 
 
-@dataclass(eq=False)
-class KeptState:
-    """A state that the worker has copied: the position, and the bytes of its tensors."""
+@dataclass
+class StateCopy:
+    """Copy the state after `position` tokens to `spans` of the memory. table: the request's."""
 
     position: int
-    parts: list[np.ndarray]
-    saves: int
+    table: Table
+    spans: Spans
+
+
+@dataclass
+class Restore:
+    """A plan as the worker gets it. table: the request's device blocks.
+
+    pages: where they lie, from the prompt's first on. state: where; None: from zero. scheduled:
+    tokens of the step that follows. begun: the page in which the request goes on, after a copy of
+    the positions that it takes over. keep: what is kept of the state that was replayed.
+    """
+
+    length: int
+    local: int
+    start: int
+    pages: list[int]
+    state: Spans | None
+    token_ids: np.ndarray
+    table: Table
+    zero: bool = False
+    scheduled: int = 0
+    begun: int | None = None
+    keep: Spans | None = None
+
+
+@dataclass
+class Fill:
+    """Hidden vectors of `count` tokens go to positions from `first` on of the page at `page`."""
+
+    page: int
+    first: int
+    count: int
 
 
 @dataclass
 class Work:
-    """What one request leaves behind in one step, of positions [start, start + count).
+    """What one request leaves behind in one step.
 
-    pages: those the positions fall into. first_block: the device block of the first of them.
-    copies: (page, device block, positions whose KV is there when the step is over).
-    keep_state: the request's device blocks when the state after the step is to be kept. saves:
-    tokens that it spares replaying.
+    slot: of its first token in the attention's cache. fills: of its tokens, one after the other.
+    copies: pages, and the device blocks whose KV they get.
+    """
+
+    slot: int
+    fills: list[Fill]
+    copies: list[tuple[int, int]]
+    state: StateCopy | None = None
+
+
+@dataclass
+class Written:
+    """What is in pages and states once a step is over, and a request's positions that have run.
+
+    pages: (page, first position written, positions filled, positions saved; -1: as before).
+    last: the request has ended.
     """
 
     track: Track
-    start: int
-    count: int
-    pages: list[OpenPage]
-    first_block: int
-    copies: list[tuple[OpenPage, int, int]]
-    keep_state: tuple[list[int], ...] | None = None
-    saves: int = 1
+    era: int
+    end: int
+    pages: list[tuple[OpenPage, int, int, int]] = field(default_factory=list)
+    state: OpenState | None = None
+    last: bool = False
+
+    def settle(self, store: PageStore, token_ids: Sequence[int], failed: bool = False) -> None:
+        """The step is over: publish it, unless it failed."""
+        track = self.track
+        for page, first, filled, saved in self.pages:
+            if not failed:
+                if page.filled == first:
+                    page.filled = filled
+                page.saved = max(page.saved, saved)
+            store.written(page)
+        current = track.era == self.era and track.capturing and not failed
+        if self.state is not None:
+            if current:
+                track.new_states.append(self.state)
+            else:
+                self.state.memory.abort()
+        if current:
+            track.publish(store, token_ids, self.end)
 
 
 class Track:
     """One request, from its arrival to its end.
 
-    pages: from page `base` on; those before it came from the store whole.
+    pages: from page `base` on; those before it came from the store whole. era: rises whenever they
+    are dropped.
     """
 
     def __init__(self, settings: Settings, root: bytes, policy: Policy) -> None:
@@ -165,11 +229,12 @@ class Track:
         self.plan: Plan | None = None
         self.base = 0
         self.pages: list[OpenPage] = []
+        self.era = 0
         self.capturing = False
         self.approximate = False
         self.published = 0
         self.last_state = 0
-        self.new_states: list[KeptState] = []
+        self.new_states: list[OpenState] = []
         self._chain = BlockChain(settings.page, root=root, span_root=root, anchored=False)
         self._keys: list[bytes] = []
 
@@ -234,8 +299,8 @@ class Track:
         )  # fmt: skip
         return self.plan
 
-    def accepted(self, plan: Plan) -> OpenPage | None:
-        """The plan's tokens have device blocks. Returns the page to go on in, if one is begun."""
+    def accepted(self, store: PageStore, plan: Plan, table: Table) -> tuple[Restore, Written]:
+        """The plan's tokens have device blocks: what the worker has to do for them."""
         size = self.settings.page
         self.audit = plan.audit
         self.approximate = self.approximate or not plan.exact
@@ -243,13 +308,31 @@ class Track:
         self.base = plan.length // size
         self.published = self.last_state = plan.length
         self.pages = []
-        if self.capturing and plan.length % size:
-            self.pages.append(OpenPage())
-            return self.pages[0]
-        return None
+        restore = Restore(
+            plan.length, plan.local, plan.start, [view.spans[0][0] for view in plan.pages],
+            None if plan.state is None else plan.state.spans, plan.token_ids, table, plan.zero,
+        )  # fmt: skip
+        written = Written(self, self.era, plan.length)
+        offset = plan.length % size
+        if self.capturing and offset:
+            page = store.open()
+            if page is None:
+                self.stop(store)
+            else:
+                self.pages.append(page)
+                page.ordered = offset
+                page.writers += 1
+                restore.begun = page.at
+                written.pages.append((page, 0, offset, offset))
+        replayed = plan.length - plan.start
+        if self.capturing and replayed >= WORTH_KEEPING:
+            written.state = store.open_state(plan.length, replayed)
+            if written.state is not None:
+                restore.keep = written.state.memory.spans
+        return restore, written
 
-    def work(self, store: PageStore, start: int, count: int, table: tuple[list[int], ...],
-             group: int, prompt: int) -> Work | None:  # fmt: skip
+    def work(self, store: PageStore, start: int, count: int, table: Table,
+             group: int, prompt: int) -> tuple[Work, Written] | None:  # fmt: skip
         """What positions [start, start + count) of this step leave behind, if anything.
 
         table: device blocks per KV cache group. group: the attention's. prompt: its length.
@@ -263,29 +346,62 @@ class Track:
         blocks = table[group]
         end = start + count
         while (self.base + len(self.pages)) * size < end:
-            self.pages.append(OpenPage())
-        first, last = start // size, (end - 1) // size
-        pages = self.pages[first - self.base : last + 1 - self.base]
-        copies = [
-            (page, blocks[i], min(size, end - i * size))
-            for i, page in enumerate(pages, first)
-            if (i + 1) * size <= end or (start < prompt <= end)
-        ]
+            page = store.open()
+            if page is None:
+                self.stop(store)  # what follows could not be reached
+                return None
+            self.pages.append(page)
+        if self.pages[start // size - self.base].ordered != start % size:
+            self.stop(store)  # something is missing before
+            return None
+        written = Written(self, self.era, end)
+        work = Work(blocks[start // size] * size + start % size, [], [])
+        for index in range(start // size, (end - 1) // size + 1):
+            page = self.pages[index - self.base]
+            first = max(start - index * size, 0)
+            upto = min(size, end - index * size)
+            work.fills.append(Fill(page.at, first, upto - first))
+            page.ordered = upto
+            saved = -1
+            if upto == size or (start < prompt <= end):
+                work.copies.append((page.at, blocks[index]))
+                saved = upto
+            page.writers += 1
+            written.pages.append((page, first, upto, saved))
         due = end == prompt or (end < prompt and end - self.last_state >= self.settings.every)
-        work = Work(self, start, count, pages, blocks[first], copies)
         if due:
-            work.keep_state, work.saves = table, end - self.last_state
-            self.last_state = end
-        return work
+            self._keep_state(store, work, written, table)
+        return work, written
 
-    def keep_state(self, position: int, parts: list[np.ndarray], saves: int) -> None:
-        """The worker has copied the state at a position."""
-        self.new_states.append(KeptState(position, parts, max(saves, 1)))
+    def last_work(self, store: PageStore, done: int, table: Table, group: int,
+                  state: bool) -> tuple[Work, Written] | None:  # fmt: skip
+        """The unfinished page and the state of a request that ends after `done` positions.
+
+        state: whether the state is that of exactly these.
+        """
+        size = self.settings.page
+        index = (done - 1) // size
+        if not self.capturing or not 0 <= index - self.base < len(self.pages):
+            return None
+        page = self.pages[index - self.base]
+        written = Written(self, self.era, done, last=True)
+        work = Work(0, [], [])
+        if done % size:
+            work.copies.append((page.at, table[group][index]))
+            page.writers += 1
+            written.pages.append((page, -1, 0, done % size))
+        if state and done > self.last_state:
+            self._keep_state(store, work, written, table)
+        return work, written
+
+    def _keep_state(self, store: PageStore, work: Work, written: Written, table: Table) -> None:
+        written.state = store.open_state(written.end, written.end - self.last_state)
+        if written.state is not None:
+            work.state = StateCopy(written.end, table, written.state.memory.spans)
+            self.last_state = written.end
 
     def publish(self, store: PageStore, token_ids: Sequence[int], done: int) -> None:
         """Let others find positions up to `done`, which the worker has written."""
-        if not self.capturing:
-            return
         size = self.settings.page
         # Under asynchronous scheduling a step may be over before its last token is told here.
         done = min(done, len(token_ids))
@@ -296,10 +412,7 @@ class Track:
             if known <= self.published - index * size:
                 break
             tokens = np.asarray(token_ids[index * size : index * size + known], dtype=np.int64)
-            key = keys[index] if known == size else b""
-            if not store.publish(page, self.parent(index), tokens, key):
-                self.stop(store)  # no room for it, and what follows could not be reached
-                return
+            store.publish(page, self.parent(index), tokens, keys[index] if known == size else b"")
             self.published = index * size + known
             if known == size:
                 store.close(page)
@@ -309,7 +422,7 @@ class Track:
             self.new_states.remove(state)
             index = state.position // size
             tokens = np.asarray(token_ids[index * size : state.position], dtype=np.int64)
-            store.add_state(self.parent(index), tokens, state.parts, state.saves)
+            store.publish_state(state, self.parent(index), tokens)
 
     def parent(self, index: int) -> bytes:
         """The key of the page before page `index`, whose tokens are known."""
@@ -322,8 +435,11 @@ class Track:
 
     def drop_pages(self, store: PageStore) -> None:
         """Let go of the pages that were being filled."""
+        self.era += 1
         for page in self.pages:
             store.close(page)
+        for state in self.new_states:
+            state.memory.abort()
         self.pages = []
         self.new_states = []
 
