@@ -29,7 +29,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (False, True),
     "prediction": (),
     "presence_penalty": (0,),
-    "reasoning_effort": ("none",),
+    # A hint to models that have the notion, sent by clients (spnl's among them) to all.
+    "reasoning_effort": ("none", "minimal", "low", "medium", "high", "xhigh"),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
