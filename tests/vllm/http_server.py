@@ -42,9 +42,14 @@ def save_chat_model(folder: Path) -> Path:
 
 
 class VllmProcess(ServerProcess):
-    """Its requests are those of `serving.ServerProcess`. flags: vLLM's. env: added to ours."""
+    """Its requests are those of `serving.ServerProcess`. flags: vLLM's. env: added to ours.
 
-    def __init__(self, model: Path, *flags: str, parentheses: str = "", **env: str) -> None:
+    parentheses, host_gib: options of kvspan's.
+    """
+
+    def __init__(
+        self, model: Path, *flags: str, parentheses: str = "", host_gib: str = "", **env: str
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -52,6 +57,8 @@ class VllmProcess(ServerProcess):
         words = ["serve", "--engine", "vllm"]
         if parentheses:
             words += ["--parentheses", parentheses]
+        if host_gib:
+            words += ["--host-gib", host_gib]
         words += [str(model), "--served-model-name", "tiny", "other"]
         words += ["--host", self.host, "--port", str(self.port), "--dtype", "float32"]
         words += ["--max-model-len", "4096", "--max-num-batched-tokens", "2048"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[VllmProcess]:
     marks = f"{MARKS.pad},{MARKS.start},{MARKS.sibling},{MARKS.end}"
-    with VllmProcess(folder, parentheses=marks, VLLM_SERVER_DEV_MODE="1") as process:
+    options = {"parentheses": marks, "host_gib": "0.0625", "VLLM_SERVER_DEV_MODE": "1"}
+    with VllmProcess(folder, **options) as process:
         yield process
 
 
@@ -267,7 +269,7 @@ def test_layouts_of_prompts_that_vllm_tokenizes(server: VllmProcess) -> None:
     [
         ({"spans": [[0, 5]]}, "multiples of 32"),
         ({"spans": "all"}, "a list of [start, end]"),
-        ({"span": [[0, 32]], "spans": [[0, 32]]}, "expected only spans"),
+        ({"span": [[0, 32]], "spans": [[0, 32]]}, "unknown field (did you mean spans?)"),
         ([], "expected an object"),
     ],
     ids=str,
@@ -300,12 +302,39 @@ def test_evicted_spans_are_prepared_again(server: VllmProcess) -> None:
     """The server takes them to be there still; the request waits until they really are."""
     layout = layout_of([1, 0, 2], seed=6)
     first = server.post("/v1/completions", completion(layout))
-    assert server.post("/reset_prefix_cache", {}).status == 200
+    server.until_idle()
+    assert server.post("/reset_prefix_cache?reset_external=true", {}).status == 200
     again = server.post("/v1/completions", completion(layout, kvspan={"report": True}))
     assert again.json["choices"][0]["text"] == first.json["choices"][0]["text"]
     assert again.json["kv_transfer_params"]["kvspan"]["fallback"] == ""
     reuse = again.json["choices"][0]["kvspan"]["reuse"]
     assert reuse["prepared_tokens"] == reuse["span_tokens"] == 6 * BLOCK
+
+
+def test_evicted_spans_come_back_from_the_host(server: VllmProcess) -> None:
+    """In a server whose scheduler and worker are processes of their own."""
+
+    def count(name: str) -> float:
+        return server.vllm_metric(f"vllm:kvspan_{name}_total")
+
+    layout = layout_of([2, 1, 0], seed=12)
+    size = layout.spans[-1][1]  # the anchor included
+    stored, loaded = count("host_tokens_stored"), count("host_tokens_loaded")
+    first = server.post("/v1/completions", completion(layout))
+    deadline = time.monotonic() + 30
+    while count("host_tokens_stored") < stored + size:
+        assert time.monotonic() < deadline, "spans are not copied to the host"
+        time.sleep(0.05)
+    assert server.post("/reset_prefix_cache", {}).status == 200
+    prepared = count("span_tokens_prepared")
+    again = server.post("/v1/completions", completion(layout, kvspan={"report": True}))
+    assert again.json["choices"][0]["text"] == first.json["choices"][0]["text"]
+    assert again.json["kv_transfer_params"]["kvspan"]["host_tokens"] == size
+    assert again.json["choices"][0]["kvspan"]["reuse"]["prepared_tokens"] == 0
+    server.until_idle()
+    assert count("host_tokens_loaded") == loaded + size
+    assert count("span_tokens_prepared") == prepared
+    assert server.vllm_metric("vllm:kvspan_host_memory_bytes") > 0
 
 
 def test_ordinary_requests_stay_vllms_own(client: openai.OpenAI) -> None:
@@ -391,6 +420,6 @@ def test_metrics_and_log(server: VllmProcess) -> None:
     assert server.post("/v1/query/execute", query("w1")).status == 200
     assert server.vllm_metric("kvspan_requests_total", **labels) == answered + 1
     said = server.said()
-    assert "kvspan: span reuse is on, blocks of 32" in said
+    assert "kvspan: span reuse is on, blocks of 32, 0.0625 GiB on the host" in said
     assert "/v1/query/execute is on" in said
     assert "Traceback" not in said, said[said.index("Traceback") :][:4000]

@@ -201,8 +201,11 @@ class SpanHost:
         wait.loads = []
 
     def _cancel(self, load: _Load) -> None:
-        # Whoever is given these blocks next writes to them in a later step than the cancelling.
-        self._step.settle += load.transfers
+        unsent = [batch for batch in self._step.loads if batch[0].id in load.transfers]
+        for batch in unsent:
+            self._step.loads.remove(batch)
+        if not unsent:  # who is given the blocks next writes to them after the cancelling
+            self._step.settle += load.transfers
         for id in load.transfers:
             one = self._transfers.pop(id, None)
             if one is not None:
