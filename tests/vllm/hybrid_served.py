@@ -51,20 +51,22 @@ _ROPE = {
 }
 
 
-def save_hybrid(name: str, folder: Path) -> Path:
+def save_hybrid(name: str, folder: Path, **others: Any) -> Path:
     """A tiny hybrid model whose gates remember for tens to thousands of tokens.
 
     With the initial gates everything is forgotten in two tokens, and no error in a state shows.
+    others: of the config, in place of `_SIZES`.
     """
     torch.manual_seed(0)
+    sizes = {**_SIZES, **others}
     if name == "qwen3_5":
-        config: Any = Qwen3_5TextConfig(**_SIZES, rope_parameters=_ROPE)
+        config: Any = Qwen3_5TextConfig(**sizes, rope_parameters=_ROPE)
     elif name == "olmo_hybrid":
-        sizes = {key: value for key, value in _SIZES.items() if key != "head_dim"}
+        del sizes["head_dim"]
         config = OlmoHybridConfig(**{**sizes, "num_attention_heads": 2})
     else:
         config = Qwen3NextConfig(
-            **_SIZES,
+            **sizes,
             num_experts=4,
             num_experts_per_tok=2,
             moe_intermediate_size=64,
