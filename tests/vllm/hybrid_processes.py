@@ -1,5 +1,5 @@
 """vLLM as it starts by default, engine and worker in processes of their own; see
-test_hybrid_processes. Prints the cached tokens of three requests, and waits for its end."""
+test_hybrid_killed. Prints the cached tokens of three requests, and waits for its end."""
 
 import sys
 

@@ -6,14 +6,7 @@ test_hybrid, the oracle is stock vLLM prefilling in two steps, split at the boun
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hybrid_served import HybridServed, difference, save_hybrid
@@ -24,7 +17,7 @@ from kvspan.ops import digest_fields
 
 @pytest.fixture(
     scope="module",
-    params=[("qwen3_5", "none", 1), ("qwen3_next", "align", 2), ("qwen3_5", "none", 2)],
+    params=[("qwen3_5", "none", 1), ("qwen3_next", "align", 2)],
     ids=lambda p: f"{p[0]}-{p[1]}-{p[2]}",
 )
 def served(
@@ -63,7 +56,7 @@ def states_at(served: HybridServed, m: int) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("m", [65, 256, 777, 1531])
+@pytest.mark.parametrize("m", [65, 777, 1531])
 def test_exact_is_a_split_prefill(served: HybridServed, m: int) -> None:
     suffix = tokens(2, SUFFIX)
     expected = split_at(served, m, suffix)
@@ -112,38 +105,3 @@ def test_restores_among_fresh_requests(served: HybridServed) -> None:
     assert [answer.cached for answer in answers[: len(lengths)]] == list(lengths)
     assert max(difference(a, e) for a, e in zip(answers, expected, strict=True)) < ROUNDING
     assert pinned(served) == 0
-
-
-def test_nothing_is_left_of_a_killed_server(tmp_path: Path) -> None:
-    """Neither in /dev/shm nor as memory that nobody has: it has no name there."""
-    folder = save_hybrid("qwen3_5", tmp_path)
-    script = Path(__file__).parent / "hybrid_processes.py"
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with subprocess.Popen(
-        [sys.executable, script, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env=environment, start_new_session=True,
-    ) as server:  # fmt: skip
-        assert server.stdin is not None and server.stdout is not None
-        cached = next(line for line in server.stdout if line.startswith("cached "))
-        assert cached.split() == ["cached", "0", "500", "639"]
-        mapping = mapped_in(server.pid)
-        assert len(mapping) == 2, "the engine and its worker"
-        os.kill(min(mapping), signal.SIGKILL)  # the engine: it began the worker
-        until = time.monotonic() + 60
-        while mapped_in(server.pid) and time.monotonic() < until:
-            time.sleep(0.2)
-        assert not mapped_in(server.pid)
-        os.killpg(server.pid, signal.SIGKILL)
-    assert not list(Path("/dev/shm").glob("*kvspan*"))
-
-
-def mapped_in(session: int) -> list[int]:
-    """Processes of a session that have a host tier's memory."""
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            with contextlib.suppress(OSError):
-                if os.getsid(int(process.name)) == session:
-                    maps = (process / "maps").read_text()
-                    found += [int(process.name)] * ("memfd:kvspan" in maps)
-    return found
