@@ -280,6 +280,38 @@ def test_what_the_tier_has_lost_is_computed(hosted: Served, counted: Counter[str
     assert tier_of().tier.contains(lost)
 
 
+def test_copies_that_fail_are_misses(
+    hosted: Served, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that finds the queue full is dropped, a load that fails is computed instead."""
+
+    class Broken:
+        def submit(self, *args: object, **kwargs: object) -> None:
+            raise RuntimeError("copy failed: no device")
+
+        def try_submit(self, *args: object, **kwargs: object) -> None:
+            return None
+
+    layout = make([1, 2, 3], seed=216)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier_of(), "_store_queue", Broken())
+        hosted.ask([layout])
+        settle(hosted)
+    assert counted["copies wait"] >= 4 and counted["host_stores"] == 0 and pinned(hosted) == 0
+    hosted.ask([layout], prepare=False)  # a span is offered again when it is used where it belongs
+    hosted.ask([make([3, 1], seed=216)])
+    settle(hosted)
+    assert counted["host_stores"] > 0
+    flood(hosted)
+    prepared = counted["span_tokens_prepared"]
+    with monkeypatch.context() as patch:
+        patch.setattr(tier_of(), "_load_queue", Broken())
+        (output,) = hosted.ask([layout])
+    assert hosted.error(layout, output) <= TOLERANCE and pinned(hosted) == 0
+    assert counted["host_load_failures"] > 0 and counted["span_tokens_prepared"] > prepared
+    assert hosted.audit(output)["host_tokens"] == 0
+
+
 def test_resetting_the_cache_forgets_the_host_too(hosted: Served) -> None:
     layout = make([4, 2], seed=208)
     hosted.ask([layout])  # stores may be under way
@@ -401,6 +433,67 @@ def test_control_blocks_that_are_written_again(
     assert hosted.llm.llm_engine.reset_prefix_cache(reset_connector=True)
 
 
+def test_what_cannot_be_is_said(hosted: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, live = hosted.llm.llm_engine.vllm_config, scheduler_of(hosted).connector
+    monkeypatch.setattr(config.cache_config, "enable_prefix_caching", False)
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
+    for role in KVConnectorRole:
+        off = KvspanConnector(config, role, live._kv_cache_config)
+        assert off._host is None and off._host_settings is None and not off._reason
+    assert len(said) == 1 and "nothing on the host (prefix caching is off" in said[0]
+    caches = {str(i): cache for i, cache in enumerate(tier_of()._caches)}
+    with pytest.raises(UsageError, match=r"host_gib: no room for one block; expected 4.58e-05 or"):
+        open_tier(config, HostSettings(1000, "", 0), caches, "cpu_vec", 0)
+
+
+def test_two_workers_have_to_confirm(hosted: Served) -> None:
+    """What one of them has lost is lost, and its blocks are given back."""
+    real = host_of(hosted)
+    came: list[str] = []
+    host = SpanHost(
+        real._scheduler, BLOCK, 2, lambda at, n: 1.0, lambda name, pieces: came.extend(pieces),
+        SpanStats, fresh=False,
+    )  # fmt: skip
+    host.pool = real.pool
+    assert hosted.llm.llm_engine.reset_prefix_cache(reset_connector=True)
+    spans = _request(hosted, make([2, 3], seed=215))
+    keys = [piece.key for piece in spans.pieces]
+
+    def wants() -> bool:
+        return host.must_wait("a", spans, 0, 10, 30.0)
+
+    assert wants() and not host.take_step().loads  # nobody has said yet what is there
+    host.take_report(HostReport(known=[frozenset(keys)]))
+    assert wants() and not host.take_step().loads
+    host.take_report(HostReport(known=[frozenset(keys[:2])]))
+    free = free_blocks(hosted)
+    assert wants()
+    ((first, second),) = host.take_step().loads
+    assert [first.key, second.key] == keys[:2]
+    host.take_report(HostReport(done=[first.id, second.id]))
+    assert wants() and not came and free_blocks(hosted) < free
+    host.take_report(HostReport(done=[first.id], failed=[second.id]))
+    assert came == spans.pieces[:1] and free_blocks(hosted) == free
+    assert not wants() and not host.is_busy
+    host.finished("a")
+    assert hosted.llm.llm_engine.reset_prefix_cache()
+
+
+def test_loras_on_disk_are_told_apart(tmp_path: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(name.encode())
+    one, two = (LoRARequest("l", 1, str(tmp_path / name)) for name in ("a", "b"))
+    assert lora_name(one, for_disk=False) == lora_name(two, for_disk=False) == "1:l"
+    first = lora_name(one, for_disk=True)
+    assert first != lora_name(two, for_disk=True) and lora_name(None, for_disk=True) == ""
+    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"other weights")
+    assert lora_name(one, for_disk=True) != first
+
+
 def test_random_requests_with_evictions(folder: Path, counted: Counter[str]) -> None:
     """In a pool and a tier that are both too small, with aborts, against transformers."""
     served = Served.shared(
@@ -463,64 +556,3 @@ def test_a_restart_finds_what_is_on_disk(
     for told in ((config, "cpu_vec", 0), (config, "cpu_vec", 1), (config, "token_rows", 0)):
         with closing(open_tier(told[0], settings, caches, *told[1:])) as another:
             assert not another.tier.stored_keys()
-
-
-def test_what_cannot_be_is_said(hosted: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, live = hosted.llm.llm_engine.vllm_config, scheduler_of(hosted).connector
-    monkeypatch.setattr(config.cache_config, "enable_prefix_caching", False)
-    said: list[str] = []
-    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-    for role in KVConnectorRole:
-        off = KvspanConnector(config, role, live._kv_cache_config)
-        assert off._host is None and off._host_settings is None and not off._reason
-    assert len(said) == 1 and "nothing on the host (prefix caching is off" in said[0]
-    caches = {str(i): cache for i, cache in enumerate(tier_of()._caches)}
-    with pytest.raises(UsageError, match=r"host_gib: no room for one block; expected 4.58e-05 or"):
-        open_tier(config, HostSettings(1000, "", 0), caches, "cpu_vec", 0)
-
-
-def test_two_workers_have_to_confirm(hosted: Served) -> None:
-    """What one of them has lost is lost, and its blocks are given back."""
-    real = host_of(hosted)
-    came: list[str] = []
-    host = SpanHost(
-        real._scheduler, BLOCK, 2, lambda at, n: 1.0, lambda name, pieces: came.extend(pieces),
-        SpanStats, fresh=False,
-    )  # fmt: skip
-    host.pool = real.pool
-    assert hosted.llm.llm_engine.reset_prefix_cache(reset_connector=True)
-    spans = _request(hosted, make([2, 3], seed=215))
-    keys = [piece.key for piece in spans.pieces]
-
-    def wants() -> bool:
-        return host.must_wait("a", spans, 0, 10, 30.0)
-
-    assert wants() and not host.take_step().loads  # nobody has said yet what is there
-    host.take_report(HostReport(known=[frozenset(keys)]))
-    assert wants() and not host.take_step().loads
-    host.take_report(HostReport(known=[frozenset(keys[:2])]))
-    free = free_blocks(hosted)
-    assert wants()
-    ((first, second),) = host.take_step().loads
-    assert [first.key, second.key] == keys[:2]
-    host.take_report(HostReport(done=[first.id, second.id]))
-    assert wants() and not came and free_blocks(hosted) < free
-    host.take_report(HostReport(done=[first.id], failed=[second.id]))
-    assert came == spans.pieces[:1] and free_blocks(hosted) == free
-    assert not wants() and not host.is_busy
-    host.finished("a")
-    assert hosted.llm.llm_engine.reset_prefix_cache()
-
-
-def test_loras_on_disk_are_told_apart(tmp_path: Path) -> None:
-    from vllm.lora.request import LoRARequest
-
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_model.safetensors").write_bytes(name.encode())
-    one, two = (LoRARequest("l", 1, str(tmp_path / name)) for name in ("a", "b"))
-    assert lora_name(one, for_disk=False) == lora_name(two, for_disk=False) == "1:l"
-    first = lora_name(one, for_disk=True)
-    assert first != lora_name(two, for_disk=True) and lora_name(None, for_disk=True) == ""
-    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"other weights")
-    assert lora_name(one, for_disk=True) != first

@@ -189,7 +189,8 @@ def merged(folder: Path, adapter: Path) -> Any:
 def test_lora_and_salts_are_in_the_keys(folder: Path, tmp_path: Path) -> None:
     adapters = [save_adapter(tmp_path / f"{i}" / "name", i) for i in (1, 2)]
     requests = [None, *(LoRARequest("name", i, str(a)) for i, a in enumerate(adapters, 1))]
-    with serving(folder, enable_lora=True, max_lora_rank=8, max_loras=2) as served:
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "connector": HOSTED}
+    with serving(folder, **options) as served:
         models = [served.reference, *(merged(folder, adapter) for adapter in adapters)]
         first, other = make([0, 1, 2], seed=3), make([2, 1, 0], seed=3, question=1)
         for layout in (first, other):
@@ -199,6 +200,14 @@ def test_lora_and_salts_are_in_the_keys(folder: Path, tmp_path: Path) -> None:
                 assert served.error(layout, output) <= TOLERANCE
                 assert served.audit(output)["fallback"] == ""
                 assert served.audit(output)["moved_tokens"] > 0
+        while scheduler_of(served).connector.has_pending_push_work():
+            served.ask([layout_from_tokens(np.arange(3, 8), (), 32)])
+        assert served.llm.llm_engine.reset_prefix_cache()
+        for lora, model in zip(requests, models, strict=True):
+            served.reference = model
+            (output,) = served.ask([other], lora=lora, prepare=False)
+            assert served.error(other, output) <= TOLERANCE
+            assert served.audit(output)["host_tokens"] == other.spans[-1][1]
         served.reference = models[0]
         for salt in ("a", "b"):
             (output,) = served.ask([first], prepare=False, timeout_s=0.02, salt=salt)
