@@ -13,7 +13,7 @@ import pytest
 
 from kvspan.cli import main
 from kvspan.host import DiskLevel
-from kvspan.vllm import launch
+from kvspan.vllm import launch, plugin
 from kvspan.vllm.settings import SETTINGS as ALL_SETTINGS
 
 
@@ -67,6 +67,34 @@ def test_settings_of_the_connector(
     assert settings_in(command) == SET and command[-2:] == ["--port", "1"]
     assert main(["vllm-args", "M"]) == 0
     assert "extra_config" not in capsys.readouterr().out
+
+
+def test_corpora_reach_the_plug_in(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "town.txt").write_text("Ada Quill repairs the clocks in Oldtown.")
+    words = ["--corpus", "town=town.txt", "--fragments", "2", "M"]
+    env = json.loads(printed(capsys, *words, "--json"))["env"]
+    assert json.loads(env["KVSPAN_CORPORA"])["paths"] == {"town": str(tmp_path / "town.txt")}
+    started: list[Any] = []
+    monkeypatch.setattr(launch, "find_spec", lambda name: object())
+    monkeypatch.setattr(os, "execvpe", lambda *call: started.append(call))
+    main(["serve", "--engine", "vllm", *words])
+    ((_, _, variables),) = started
+    assert variables["KVSPAN_CORPORA"] == env["KVSPAN_CORPORA"]
+    monkeypatch.delenv("KVSPAN_CORPORA", raising=False)
+    assert plugin._corpora() is None
+    monkeypatch.setenv("KVSPAN_CORPORA", env["KVSPAN_CORPORA"])
+    corpora = plugin._corpora()
+    assert corpora is not None and corpora.limit == 2
+    assert [chunk.text for chunk in corpora.index("town").chunks] == [
+        "Ada Quill repairs the clocks in Oldtown."
+    ]
+    for bad, said in (("city=none", "no such file"), ("town=town.txt", "given twice")):
+        assert main(["vllm-args", "--corpus", bad, *words]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

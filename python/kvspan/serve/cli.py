@@ -177,6 +177,7 @@ def _become_vllm(args: argparse.Namespace) -> int:
     from kvspan.vllm import launch
 
     ours = ("command", "engine", "parser", "parentheses", "replay", "vllm", *_OF_CONNECTOR)
+    ours += ("corpus", "search", "fragments", "chunk_size")
     for name, value in vars(args).items():
         if name not in ours and value != args.parser.get_default(name):
             flag = f"--{name.replace('_', '-')}"
@@ -185,7 +186,7 @@ def _become_vllm(args: argparse.Namespace) -> int:
         raise UsageError("no model", expected="kvspan serve --engine vllm MODEL [vLLM flags]")
     if args.replay == args.parser.get_default("replay"):
         args.replay = None  # the connector's default as well, and only of hybrid models
-    return launch.serve(args.vllm, launch.connector_settings(args))
+    return launch.serve(args.vllm, launch.connector_settings(args), launch.retrieval_env(args))
 
 
 def read_keys(file: str | None) -> tuple[str, ...]:

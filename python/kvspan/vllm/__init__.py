@@ -13,6 +13,9 @@ Importing this package does not import vLLM.
 
 # vLLM versions that the tests in tests/vllm have passed with. Others may work.
 TESTED_VERSIONS = ("0.32.0",)
+# An environment variable: the corpora of /v1/query/execute, as JSON with the arguments of
+# `kvspan.retrieve.corpora.Corpora`.
+CORPORA_VARIABLE = "KVSPAN_CORPORA"
 # Hybrid models (`model_type`) whose blocks `kvspan.vllm.hybrid.replay` can run on their own.
 HYBRIDS = (
     "qwen3_5_text",

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvspan.errors import KvspanError, UsageError
 from kvspan.parentheses import PARENTHESES_HELP
-from kvspan.vllm import HYBRIDS
+from kvspan.vllm import CORPORA_VARIABLE, HYBRIDS
 from kvspan.vllm.settings import Kind, check_setting, check_settings, described, parse_setting
 
 EPILOG = """\
@@ -51,6 +51,7 @@ class Launch:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from kvspan.cli_index import add_retrieval_options
     from kvspan.cli_options import model_name, whole
 
     parser.add_argument("model", type=model_name, metavar="MODEL", help="a folder or a hub id")
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replay", metavar="POLICY", help="how hybrid models go on from a cached prefix"
     )
     add_connector_options(parser, "")
+    add_retrieval_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -106,8 +108,27 @@ def connector_settings(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def retrieval_env(args: argparse.Namespace) -> dict[str, str]:
+    """The variable that tells the plug-in of the corpora of `add_retrieval_options`, if any.
+
+    Raises:
+        UsageError: for options that make no sense.
+    """
+    if not args.corpus:
+        return {}
+    paths = {name: os.path.abspath(path) for name, path in args.corpus}
+    if len(paths) < len(args.corpus):
+        raise UsageError("--corpus: a name is given twice", expected="one path for each name")
+    for name, path in paths.items():
+        if not os.path.exists(path):
+            raise UsageError(f"--corpus {name}: no such file or folder", source=path)
+    told = {"search": args.search, "limit": args.fragments, "chunk_size": args.chunk_size}
+    return {CORPORA_VARIABLE: json.dumps({"paths": paths, **told})}
+
+
 def main(args: argparse.Namespace) -> int:
     launch = plan(args.model, connector_settings(args), block_size=args.block_size)
+    launch.env.update(retrieval_env(args))
     if args.json:
         print(json.dumps({"env": launch.env, "command": launch.command}))
     else:
@@ -167,8 +188,10 @@ def plugins(named: str | None) -> str:
     return ",".join(dict.fromkeys([*names, "kvspan"]))
 
 
-def serve(model_and_flags: Sequence[str], settings: Mapping[str, Any]) -> int:
-    """Become vLLM's server. settings: of the connector."""
+def serve(
+    model_and_flags: Sequence[str], settings: Mapping[str, Any], env: Mapping[str, str]
+) -> int:
+    """Become vLLM's server. settings: of the connector. env: further variables for it."""
     model, *flags = model_and_flags
     if model.startswith("-"):
         raise UsageError("no model", expected="kvspan serve --engine vllm MODEL [vLLM flags]")
@@ -185,13 +208,13 @@ def serve(model_and_flags: Sequence[str], settings: Mapping[str, Any]) -> int:
         from kvspan.host.disk import check_folder
 
         check_folder(settings["disk"])
-    env = {**os.environ, **launch.env, **_api_key(os.environ)}
+    variables = {**os.environ, **launch.env, **env, **_api_key(os.environ)}
     sys.stdout.flush()
     sys.stderr.flush()
     # Its flags come last: vLLM takes the last of two that are the same.
     command = [*launch.command, *flags]
     try:
-        os.execvpe(command[0], command, env)
+        os.execvpe(command[0], command, variables)
     except OSError as error:
         raise KvspanError(f"cannot start {command[0]}: {error.strerror or error}") from None
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import logging
+import os
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from kvspan.errors import UsageError
 from kvspan.parentheses import Parentheses
+from kvspan.vllm import CORPORA_VARIABLE
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
     from vllm.engine.protocol import EngineClient
 
+    from kvspan.retrieve.corpora import Corpora
     from kvspan.serve.metrics import Metrics
     from kvspan.vllm.engine import VllmEngine
 
@@ -110,7 +114,7 @@ class EndpointPlugin:
         engine.parentheses = _parentheses(engine_client, engine)
         engine.reason = await engine.probe()
         names = tuple(args.served_model_name or [args.model])
-        state.kvspan = Service(engine, Settings(names=names), _metrics())
+        state.kvspan = Service(engine, Settings(names=names, retriever=_corpora()), _metrics())
         if engine.reason:
             say = logger.info if engine.told else logger.warning  # one warning is enough
             say("kvspan: %s is there, spans are not reused: %s", QUERY_PATH, engine.reason)
@@ -118,6 +122,16 @@ class EndpointPlugin:
             logger.info(
                 "kvspan: %s is on; spans of all requests are prepared by the server", QUERY_PATH
             )
+
+
+def _corpora() -> Corpora | None:
+    """What queries may retrieve from, if the server was started with corpora."""
+    text = os.environ.get(CORPORA_VARIABLE)
+    if not text:
+        return None
+    from kvspan.retrieve.corpora import Corpora
+
+    return Corpora(**json.loads(text))
 
 
 @functools.cache
