@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,6 +150,7 @@ class SpanTier:
             if step.clear or any(transfer.id in settle for transfer in load.transfers):
                 load.cancel()
         if step.clear:
+            wait([load.future for load in self._loads])  # a file that is being read comes back else
             self._collect()
             for key in self.tier.stored_keys():
                 self.tier.remove(key)
