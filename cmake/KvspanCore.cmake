@@ -21,6 +21,7 @@ add_library(kvspan_core STATIC
   cpp/src/rerope_cpu.cpp
   cpp/src/rerope_cpu_avx2.cpp
   cpp/src/rerope_cpu_avx512.cpp
+  cpp/src/rerope_cpu_avx512_vbmi.cpp
   cpp/src/rerope_cpu_baseline.cpp
   cpp/src/sha256.cpp
   cpp/src/sha256_arm.cpp
@@ -36,12 +37,14 @@ target_link_libraries(kvspan_core PRIVATE kvspan_warnings Threads::Threads)
 # Results are the same bits on every instruction set, so products and sums stay separate.
 target_compile_options(kvspan_core PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
 
-# Only these four files leave the baseline instruction set; the code to run is chosen at run time.
+# Only these five files leave the baseline instruction set; the code to run is chosen at run time.
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   set_source_files_properties(cpp/src/rerope_cpu_avx2.cpp PROPERTIES
-    COMPILE_OPTIONS "-mavx2;-mf16c")
+    COMPILE_OPTIONS "-mavx2;-mf16c;-mfma")
   set_source_files_properties(cpp/src/rerope_cpu_avx512.cpp PROPERTIES
     COMPILE_OPTIONS "-mavx512f;-mavx512bw;-mavx512dq;-mavx512vl;-mprefer-vector-width=512")
+  set_source_files_properties(cpp/src/rerope_cpu_avx512_vbmi.cpp PROPERTIES
+    COMPILE_OPTIONS "-mavx512f;-mavx512bw;-mavx512dq;-mavx512vl;-mavx512vbmi;-mprefer-vector-width=512")
   set_source_files_properties(cpp/src/gated_delta_cpu_avx2.cpp PROPERTIES
     COMPILE_OPTIONS "-mavx2;-mf16c;-mfma")
   set_source_files_properties(cpp/src/gated_delta_cpu_avx512.cpp PROPERTIES

@@ -11,6 +11,7 @@ namespace kvspan::cpu {
 inline GatedDeltaKernels select_kernels(VectorIsa isa) {
   switch (isa) {
 #if defined(__x86_64__)
+    case VectorIsa::kAvx512Vbmi:
     case VectorIsa::kAvx512:
       return gated_delta_kernels_avx512();
     case VectorIsa::kAvx2:

@@ -58,6 +58,8 @@ RotateKernel select_kernel(const ReropeArgs& args, const ReropeLayer& layer) {
   const RotateKernels kernels = [&] {
     switch (args.isa) {
 #if defined(__x86_64__)
+      case VectorIsa::kAvx512Vbmi:
+        return rotate_kernels_avx512_vbmi();
       case VectorIsa::kAvx512:
         return rotate_kernels_avx512();
       case VectorIsa::kAvx2:
@@ -149,28 +151,41 @@ Plan make_plan(const ReropeArgs& args) {
   return plan;
 }
 
+// Where entry i of a table stands in a kernel's order.
+std::int64_t table_slot(const RotateKernel& kernel, std::int64_t i) {
+  const std::int64_t in_step = i % kernel.step, step = i - in_step;
+  switch (kernel.order) {
+    case ElementOrder::kPlain:
+      return i;
+    case ElementOrder::kEvenOdd:
+      return step + in_step % 2 * (kernel.step / 2) + in_step / 2;
+    case ElementOrder::kLanes:
+      return step + in_step % 16 / 4 * (kernel.step / 4) + in_step / 16 * 4 + in_step % 4;
+  }
+  return i;
+}
+
 void fill_tables(const ReropeArgs& args, const LayerPlan& plan, const std::int64_t* deltas,
                  float* cos_table, float* sin_table) {
   const std::span<const float> inv_freq = plan.layer->inv_freq;
-  const auto step = static_cast<std::size_t>(plan.kernel.table_step);
+  const RotateKernel& kernel = plan.kernel;
+  const auto put = [&](std::int64_t i, float c, float s) {
+    const std::int64_t slot = table_slot(kernel, i);
+    cos_table[slot] = c;
+    sin_table[slot] = s;
+  };
   for (std::size_t i = 0; i < inv_freq.size(); ++i) {
     const std::int64_t delta = deltas[args.axes.empty() ? 0 : args.axes[i]];
     const double angle = static_cast<double>(delta) * static_cast<double>(inv_freq[i]);
     const auto c = static_cast<float>(std::cos(angle));
     const auto s = static_cast<float>(std::sin(angle));
-    if (plan.kernel.order == TableOrder::kExpanded) {
-      cos_table[2 * i] = cos_table[2 * i + 1] = c;
-      sin_table[2 * i] = -s;
-      sin_table[2 * i + 1] = s;
-      continue;
+    const auto pair = static_cast<std::int64_t>(i);
+    if (kernel.expanded) {
+      put(2 * pair, c, -s);
+      put(2 * pair + 1, c, s);
+    } else {
+      put(pair, c, s);
     }
-    std::size_t at = i;
-    if (plan.kernel.order == TableOrder::kEvenOdd) {
-      const std::size_t in_step = i % step;
-      at = i - in_step + in_step % 2 * (step / 2) + in_step / 2;
-    }
-    cos_table[at] = c;
-    sin_table[at] = s;
   }
 }
 

@@ -2,8 +2,8 @@
 //
 // The kernels' source files are compiled for instruction sets that this machine may lack, so they
 // must not instantiate anything the linker could share with baseline code: this header and
-// rerope_cpu_{kernel,packed,vector}.h hold plain structs and functions of internal linkage, no
-// standard library templates.
+// rerope_cpu_{float8*,kernel,packed,vector}.h hold plain structs and functions of internal linkage,
+// no standard library templates.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace kvspan::cpu {
 
 // Table entries behind the last one that kernels may read: one step of the widest set.
-inline constexpr std::int64_t kTablePadding = 32;
+inline constexpr std::int64_t kTablePadding = 64;
 
 // A block is num_outer x num_inner pieces, each contiguous: rows of row_size elements, of which
 // rotary_dim are rotated from rotary_offset on; or, in the packed layouts, the keys and values of
@@ -29,23 +29,25 @@ struct RotateArgs {
   std::int64_t row_size, rotary_offset, rotary_dim;
   std::int64_t block_size;  // packed layouts only
   bool stream;              // write past the caches, which what is written would only fill
-  const float* cos_table;   // as the kernel's TableOrder says, with kTablePadding entries behind
+  const float* cos_table;   // as its RotateKernel says, with kTablePadding entries behind
   const float* sin_table;
 };
 
 using RotateBlock = void (*)(const RotateArgs& args);
 
-enum class TableOrder {
-  kPlain,     // [rotary_dim / 2]
-  kEvenOdd,   // [rotary_dim / 2], of each table_step (the last cut short: with gaps) first the even
-              // entries, then the odd ones
-  kExpanded,  // [rotary_dim]: each cosine twice, each sine as -sin, +sin
+// Of a kernel's step of elements, the vectors of floats that hold them, and of its tables.
+enum class ElementOrder {
+  kPlain,
+  kEvenOdd,  // first the even elements, then the odd ones
+  kLanes,    // of each 16 elements four to a vector: as bytes come apart within lanes of 128 bits
 };
 
 struct RotateKernel {
-  RotateBlock run = nullptr;  // null where a layout does not hold the type
-  TableOrder order = TableOrder::kPlain;
-  std::int64_t table_step = 1;
+  RotateBlock run = nullptr;                  // null where a layout does not hold the type
+  ElementOrder order = ElementOrder::kPlain;  // of each step of a table; the last has gaps
+  std::int64_t step = 1;                      // elements
+  // A table has an entry for each element, -sin and +sin in turn, rather than for each pair.
+  bool expanded = false;
 };
 
 enum StorageType { kStoreF32, kStoreBF16, kStoreF16, kStoreE4M3, kStoreE5M2, kNumStorageTypes };
@@ -57,7 +59,8 @@ struct RotateKernels {
 };
 
 RotateKernels rotate_kernels_baseline();
-RotateKernels rotate_kernels_avx2();    // x86-64 only
-RotateKernels rotate_kernels_avx512();  // x86-64 only
+RotateKernels rotate_kernels_avx2();         // x86-64 only
+RotateKernels rotate_kernels_avx512();       // x86-64 only
+RotateKernels rotate_kernels_avx512_vbmi();  // x86-64 only
 
 }  // namespace kvspan::cpu

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "rerope_cpu.h"
+#include "rerope_cpu_float8.h"
 #include "rerope_cpu_packed.h"
 #include "rerope_cpu_vector.h"
 
@@ -52,7 +53,7 @@ inline void rotate_interleaved(const T* src, T* dst, int64_t rotary_dim, const f
   const auto rotate = [&]<bool kStreams>(const T* in, T* out) {
     F32 x[kVectors];
     Step<T>::load(in, x);
-    if constexpr (Step<T>::kEvenOdd) {
+    if constexpr (Step<T>::kOrder == ElementOrder::kEvenOdd) {
       for (int v = 0; v < kVectors / 2; ++v) {
         const int64_t at = i / 2 + v * kWidth;
         const F32 c = load(cos_table + at), s = load(sin_table + at);
@@ -154,11 +155,14 @@ void rotate_rows(const RotateArgs& args) {
 
 template <typename T, bool kIsNeox>
 inline RotateKernel rows_kernel() {
-  if (!Step<T>::kEvenOdd) {
-    return {rotate_rows<T, kIsNeox>, kIsNeox ? TableOrder::kPlain : TableOrder::kExpanded, 1};
+  constexpr ElementOrder kOrder = Step<T>::kOrder;
+  RotateKernel kernel{rotate_rows<T, kIsNeox>, kOrder, kStepSize<T>, false};
+  if (!kIsNeox && kOrder == ElementOrder::kEvenOdd) {
+    kernel.order = ElementOrder::kPlain;  // each pair is apart
+  } else {
+    kernel.expanded = !kIsNeox;
   }
-  return {rotate_rows<T, kIsNeox>, kIsNeox ? TableOrder::kEvenOdd : TableOrder::kPlain,
-          kStepSize<T>};
+  return kernel;
 }
 
 inline RotateKernels rotate_kernels() {

@@ -72,7 +72,8 @@ template <typename T, bool kIsNeox>
 void rotate_amx(const RotateArgs& by_reference) {
   constexpr int64_t kTileTokens = 16;
   constexpr int64_t kRow = 2 * kTileTokens;  // elements: two dimensions of a tile's tokens
-  static_assert(Step<T>::kEvenOdd && Step<T>::kVectors == 2 && kRow % kStepSize<T> == 0);
+  static_assert(Step<T>::kOrder == ElementOrder::kEvenOdd && Step<T>::kVectors == 2 &&
+                kRow % kStepSize<T> == 0);
   const RotateArgs args = by_reference;
   const int64_t quarter = args.rotary_dim / 4;  // NeoX: rows between a dimension and its partner
   const int64_t tile_size = kTileTokens * args.row_size;

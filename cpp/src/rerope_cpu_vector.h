@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "rerope_cpu.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -189,16 +191,15 @@ inline bool any_nan(F32 a, F32 b) {
 #endif
 }
 
-// A step: as many elements as one access of memory holds in lanes of 32 bits. Types narrower than a
-// lane come apart without shuffles where lanes hold two neighbours: the vectors of a step are then
-// first all even elements, then all odd ones (kEvenOdd).
+// A step: as many elements as one access of memory holds, in lanes of 32 bits, in the order that
+// takes them apart at the least cost (kOrder; see rerope_cpu.h).
 template <typename T>
 struct Step;
 
 template <>
 struct Step<float> {
   static constexpr int kVectors = 1;
-  static constexpr bool kEvenOdd = false;
+  static constexpr ElementOrder kOrder = ElementOrder::kPlain;
   static void load(const float* p, F32* x) { x[0] = load_bits<F32>(p); }
   static constexpr size_t kStoreBytes = sizeof(F32);
   template <bool kStream>
@@ -210,7 +211,7 @@ struct Step<float> {
 template <>
 struct Step<Float16> {
   static constexpr int kVectors = 1;
-  static constexpr bool kEvenOdd = false;
+  static constexpr ElementOrder kOrder = ElementOrder::kPlain;
   static void load(const Float16* p, F32* x) { x[0] = from_half(load_bits<U16>(p)); }
   static constexpr size_t kStoreBytes = sizeof(U16);
   template <bool kStream>
@@ -222,7 +223,7 @@ struct Step<Float16> {
 template <>
 struct Step<BFloat16> {
   static constexpr int kVectors = 2;
-  static constexpr bool kEvenOdd = true;
+  static constexpr ElementOrder kOrder = ElementOrder::kEvenOdd;
 
   static void load(const BFloat16* p, F32* x) {
     const auto bits = load_bits<U32>(p);
@@ -248,126 +249,6 @@ struct Step<BFloat16> {
     return u + 0x7fff + ((u >> 16) & 1);
   }
 };
-
-// Of non-negative lanes; by hand where the compiler compares and blends.
-inline U32 larger(U32 a, U32 b) {
-#if defined(__AVX512F__)
-  return (U32)_mm512_maskz_max_epi32(0xffff, (__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-  return (U32)_mm256_max_epi32((__m256i)a, (__m256i)b);
-#else
-  return (S32)a > (S32)b ? a : b;
-#endif
-}
-
-inline U32 smaller(U32 a, U32 b) {
-#if defined(__AVX512F__)
-  return (U32)_mm512_maskz_min_epi32(0xffff, (__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-  return (U32)_mm256_min_epi32((__m256i)a, (__m256i)b);
-#else
-  return (S32)a < (S32)b ? a : b;
-#endif
-}
-
-// Whether a byte, its upper bit aside, is kFirst or more.
-template <int kFirst>
-inline bool any_byte_from(U16 v) {
-#if defined(__AVX512F__)
-  const __m256i magnitude = _mm256_and_si256((__m256i)v, _mm256_set1_epi8(0x7f));
-  return _mm256_movemask_epi8(_mm256_cmpgt_epi8(magnitude, _mm256_set1_epi8(kFirst - 1))) != 0;
-#elif defined(__AVX2__)
-  const __m128i magnitude = _mm_and_si128((__m128i)v, _mm_set1_epi8(0x7f));
-  return _mm_movemask_epi8(_mm_cmpgt_epi8(magnitude, _mm_set1_epi8(kFirst - 1))) != 0;
-#else
-  static_assert(sizeof(v) == sizeof(uint64_t));
-  constexpr uint64_t kBytes = 0x0101010101010101;
-  uint64_t bytes;
-  memcpy(&bytes, &v, sizeof(bytes));
-  return (((bytes & (0x7f * kBytes)) + (0x80 - kFirst) * kBytes) & (0x80 * kBytes)) != 0;
-#endif
-}
-
-// 8-bit floats by way of halves, of which they are the upper byte (e5m2), or nearly: the fields of
-// e4m3, moved one bit down, make a half of 2^-8 the value (exponent bias 15 - 7), subnormals
-// included. A power of two commutes with every rounding, so e4m3 is rotated at that scale.
-// Infinity and NaN are never in a sound cache, and so cheaper as a branch.
-template <typename T, int kMantissaBits, uint32_t kLargest>
-struct Float8Step {
-  static constexpr int kVectors = 2;
-  static constexpr bool kEvenOdd = true;
-
-  static void load(const T* p, F32* x) {
-    const auto bits = load_bits<U16>(p);
-    if (kChecksLoads && any_byte_from<kShift == 8 ? 0x7c : 0x7f>(bits)) {
-      x[0] = any_to_floats(bits << 8);
-      x[1] = any_to_floats(bits & 0xff00);
-    } else {
-      x[0] = finite_to_floats(bits << 8);
-      x[1] = finite_to_floats(bits & 0xff00);
-    }
-  }
-
-  static constexpr size_t kStoreBytes = sizeof(U16);
-  template <bool kStream>
-  static void store(T* p, const F32* x) {
-    U32 even = from_floats(x[0]), odd = from_floats(x[1]);
-    if (any_nan(x[0], x[1])) {  // becomes 0x7f, as CUDA's conversion has it
-      even = x[0] != x[0] ? U32{} + 0x7f : even;
-      odd = x[1] != x[1] ? U32{} + 0x7f : odd;
-    }
-    put<kStream>(p, narrow(even | (odd << 8)));
-  }
-
- private:
-  static constexpr int kShift = 10 - kMantissaBits;  // from a half's fields to the type's
-  static constexpr bool kChecksLoads = kShift != 8 || !kConvertsHalves;
-
-  // Of bytes in the upper half of each lane, the lower one 0.
-  static F32 any_to_floats(U16 byte) {
-    const U16 half = to_half_bits(byte);
-    return from_half(kShift != 8 && (byte & 0x7f00) == 0x7f00 ? (U16{} + 0x7e00) : half);
-  }
-
-  static F32 finite_to_floats(U16 byte) {
-    const U16 half = to_half_bits(byte);
-    if constexpr (kConvertsHalves) return from_half(half);
-    // With a half's fields in a float's place, y is its value if it is subnormal, and larger if
-    // not.
-    const U32 h = widen(half);
-    const F32 x = (F32)(((h & 0x7fff) << 13) + (112u << 23));  // exponent bias 127 - 15
-    const F32 y = x + x - 0x1p-14f;
-    const F32 magnitude = x < y ? x : y;
-    return (F32)((U32)magnitude | (h & 0x8000) << 16);
-  }
-
-  static U16 to_half_bits(U16 byte) { return kShift == 8 ? byte : (U16)((S16)byte >> 1) & 0xbfff; }
-
-  // The byte in each lane, rounded to nearest even; not for NaN. What lies beyond the largest
-  // number, infinity included, becomes that. Adding 1.5 times the power of two whose last place is
-  // the wanted one leaves the rounded mantissa, its leading one included, in the last bits. Below
-  // 2^-14, the smallest normal half, the last place stays the same. The exponent, less one, is
-  // added in its place; kOffset cancels its bias.
-  static U32 from_floats(F32 v) {
-    constexpr uint32_t kSmallest = 113u << 23;
-    constexpr int kPlace = 23 - kMantissaBits;
-    constexpr uint32_t kOffset = (kSmallest >> kPlace) & 0xff;
-    static_assert(kOffset % 2 == 0, "even stays even");
-    const U32 u = (U32)v;
-    const U32 magnitude = smaller(u & 0x7fffffff, U32{} + kLargest);
-    const U32 exponent = larger(magnitude, U32{} + kSmallest) & 0x7f800000;
-    const F32 magic = (F32)(exponent + ((uint32_t{kPlace} << 23) + 0x400000 - kOffset));
-    const U32 sum = (U32)((F32)magnitude + magic);
-    const U32 code = (sum - exponent) + (exponent >> kPlace);
-    return (code & 0x7f) | ((u >> 24) & 0x80);
-  }
-};
-
-template <>
-struct Step<Float8E4M3> : Float8Step<Float8E4M3, 3, 0x3fe00000> {};  // 448 * 2^-8
-
-template <>
-struct Step<Float8E5M2> : Float8Step<Float8E5M2, 2, 0x47600000> {};  // 57344
 
 // Elements of a step.
 template <typename T>

@@ -21,6 +21,8 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+
+bool has_avx512_vbmi() { return has_avx512() && __builtin_cpu_supports("avx512vbmi"); }
 #endif
 
 }  // namespace
@@ -28,6 +30,7 @@ bool has_avx512() {
 std::vector<VectorIsa> vector_isas() {
   std::vector<VectorIsa> isas;
 #if defined(__x86_64__)
+  if (has_avx512_vbmi()) isas.push_back(VectorIsa::kAvx512Vbmi);
   if (has_avx512()) isas.push_back(VectorIsa::kAvx512);
   if (has_avx2()) isas.push_back(VectorIsa::kAvx2);
 #endif
@@ -55,16 +58,19 @@ std::string_view to_string(VectorIsa isa) {
       return "avx2";
     case VectorIsa::kAvx512:
       return "avx512";
+    case VectorIsa::kAvx512Vbmi:
+      return "avx512_vbmi";
   }
   return "unknown";
 }
 
 VectorIsa parse_vector_isa(std::string_view name) {
-  for (const VectorIsa isa :
-       {VectorIsa::kAuto, VectorIsa::kBaseline, VectorIsa::kAvx2, VectorIsa::kAvx512}) {
+  for (const VectorIsa isa : {VectorIsa::kAuto, VectorIsa::kBaseline, VectorIsa::kAvx2,
+                              VectorIsa::kAvx512, VectorIsa::kAvx512Vbmi}) {
     if (name == to_string(isa)) return isa;
   }
-  throw ArgumentError(concat("isa: expected auto, baseline, avx2 or avx512, got '", name, "'"));
+  throw ArgumentError(
+      concat("isa: expected auto, baseline, avx2, avx512 or avx512_vbmi, got '", name, "'"));
 }
 
 }  // namespace kvspan

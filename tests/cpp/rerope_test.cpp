@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -105,6 +106,77 @@ TEST_P(ConversionTest, EveryFloat8RoundTrips) {
                                             : is_infinity ? largest
                                                           : i)
           << to_string(dtype) << ", bits " << i;
+    }
+  }
+}
+
+// The code nearest to a number, the even one of two, by search among all codes; NaN becomes 0x7f.
+class Float8Codes {
+ public:
+  Float8Codes(int mantissa_bits, int bias, std::size_t num_finite) {
+    for (std::size_t code = 0; code < num_finite; ++code) {
+      const auto exponent = static_cast<int>(code >> mantissa_bits);
+      const double mantissa = std::ldexp(code & ((1u << mantissa_bits) - 1), -mantissa_bits);
+      values_.push_back(exponent > 0 ? std::ldexp(1 + mantissa, exponent - bias)
+                                     : std::ldexp(mantissa, 1 - bias));
+    }
+  }
+
+  bool is_finite(std::uint32_t code) const { return (code & 0x7f) < values_.size(); }
+  float value(std::uint32_t code) const {
+    return static_cast<float>(code & 0x80 ? -values_[code & 0x7f] : values_[code]);
+  }
+
+  std::uint32_t nearest(float v) const {
+    const double magnitude = std::abs(static_cast<double>(v));
+    const auto above = std::lower_bound(values_.begin(), values_.end(), magnitude);
+    auto code = static_cast<std::uint32_t>(above - values_.begin());
+    if (above == values_.end()) {
+      --code;
+    } else if (code > 0) {
+      const double middle = (values_[code - 1] + values_[code]) / 2;  // exact
+      if (magnitude < middle || (magnitude == middle && code % 2 == 1)) --code;
+    }
+    return code | (std::signbit(v) ? 0x80 : 0);
+  }
+
+ private:
+  std::vector<double> values_;  // by code, finite, without sign
+};
+
+TEST_P(ConversionTest, EveryPairOfFloat8RoundsOnce) {
+  constexpr std::int64_t kHalf = 64, kRows = 65536 / kHalf;
+  struct Type {
+    DType dtype;
+    Float8Codes codes;
+  };
+  // Angles of all sizes: products from subnormal numbers to those beyond the range, cosines that
+  // make ties (0.5 and 0.75, as near as a frequency comes), and sines that vanish beside them.
+  const std::vector<float> angles{0.0f, 1e-6f,     1e-3f, 0.04f,     0.3f, 0.722734f, 0.785f,
+                                  1.0f, 1.047198f, 1.57f, 1.570796f, 2.5f, 3.1415927f};
+  for (const Type& type : {Type{kFloat8E4M3FN, {3, 7, 127}}, Type{kFloat8E5M2, {2, 15, 124}}}) {
+    std::vector<std::uint8_t> in(65536 * 2), out(65536 * 2);
+    const auto first = [](std::int64_t pair) { return pair / kHalf * 2 * kHalf + pair % kHalf; };
+    for (std::int64_t pair = 0; pair < 65536; ++pair) {
+      in[first(pair)] = static_cast<std::uint8_t>(pair >> 8);
+      in[first(pair) + kHalf] = static_cast<std::uint8_t>(pair);
+    }
+    for (const float angle : angles) {
+      const std::vector<float> inv_freq(kHalf, angle);
+      rotate_one_block(test::make_view(in.data(), type.dtype, {1, 1, kRows, 2 * kHalf}),
+                       test::make_view(out.data(), type.dtype, {1, 1, kRows, 2 * kHalf}), inv_freq);
+      const auto c = static_cast<float>(std::cos(static_cast<double>(angle)));
+      const auto s = static_cast<float>(std::sin(static_cast<double>(angle)));
+      for (std::int64_t pair = 0; pair < 65536; ++pair) {
+        const auto a_code = static_cast<std::uint32_t>(pair >> 8);
+        const auto b_code = static_cast<std::uint32_t>(pair & 0xff);
+        if (!type.codes.is_finite(a_code) || !type.codes.is_finite(b_code)) continue;
+        const float a = type.codes.value(a_code), b = type.codes.value(b_code);
+        ASSERT_EQ(out[first(pair)], type.codes.nearest(a * c - b * s))
+            << to_string(type.dtype) << ' ' << a << ", " << b << " by " << angle;
+        ASSERT_EQ(out[first(pair) + kHalf], type.codes.nearest(b * c + a * s))
+            << to_string(type.dtype) << ' ' << a << ", " << b << " by " << angle;
+      }
     }
   }
 }

@@ -428,7 +428,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "isa": (
         {"isa": "sse9"},
         ValueError,
-        "isa: expected auto, baseline, avx2 or avx512, got 'sse9'",
+        "isa: expected auto, baseline, avx2, avx512 or avx512_vbmi, got 'sse9'",
     ),
     "threads": (
         {"num_threads": -1},

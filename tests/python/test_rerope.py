@@ -260,7 +260,7 @@ def read_only_array() -> np.ndarray[Any, Any]:
         ({"num_threads": -1}, ValueError,
          r"num_threads: expected 0 \(automatic\) or more, got -1"),
         ({"isa": "sse9"}, ValueError,
-         "isa: expected auto, baseline, avx2 or avx512, got 'sse9'"),
+         "isa: expected auto, baseline, avx2, avx512 or avx512_vbmi, got 'sse9'"),
         ({"k_src": [[1.0]]}, TypeError,
          "k_src: expected a numpy array or a tensor with DLPack support, got list"),
         ({"deltas": [0.5, 1.0]}, TypeError, "deltas: expected int64, got float64"),

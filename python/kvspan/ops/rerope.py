@@ -194,5 +194,8 @@ def copy_blocks(
 
 
 def vector_isas() -> tuple[str, ...]:
-    """Kernel code of this machine, widest first: of ``avx512``, ``avx2``, ``baseline``."""
+    """Kernel code of this machine, widest first.
+
+    Of ``avx512_vbmi``, ``avx512``, ``avx2`` and ``baseline``.
+    """
     return _core.vector_isas()
