@@ -176,10 +176,12 @@ def main(args: argparse.Namespace) -> int:
 def _become_vllm(args: argparse.Namespace) -> int:
     from kvspan.vllm import launch
 
-    ours = ("command", "engine", "parser", "parentheses", "replay", "vllm", *_OF_CONNECTOR)
-    ours += ("corpus", "search", "fragments", "chunk_size")
+    of_corpora = ("corpus", "search", "fragments", "chunk_size")
+    ours = ("command", "engine", "parser", "parentheses", "replay", "vllm")
     for name, value in vars(args).items():
-        if name not in ours and value != args.parser.get_default(name):
+        if name not in (*ours, *of_corpora, *_OF_CONNECTOR) and value != args.parser.get_default(
+            name
+        ):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag}: options of vLLM's own go after MODEL")
     if not args.vllm:
