@@ -4,6 +4,7 @@ them, against the recurrence token by token in float64."""
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvspan.errors import UsageError
+from kvspan.host import HostTier
 from kvspan.hybrid.groups import FULL, LINEAR, layer_map
 from kvspan.hybrid.plan import GroupPlan
 from kvspan.hybrid.policy import Policy
@@ -25,6 +28,9 @@ from kvspan.vllm.hybrid.decay import (
     Cells,
     plan_bounded,
 )
+from kvspan.vllm.hybrid.policy import parse_policy
+from kvspan.vllm.hybrid.store import Geometry, PageStore
+from kvspan.vllm.hybrid.tracking import Settings, Track
 
 LAYERS = layer_map([LINEAR, LINEAR, FULL, LINEAR, FULL])
 HEADS, DIM = 3, 4
@@ -213,3 +219,63 @@ def test_part_of_a_page_is_taken_for_no_less_than_it_holds() -> None:
         state = made.states()[-1].flatten(-2).norm(dim=-1).numpy()
         assert (state <= bound * (1 + 1e-5)).all()
         assert (sums[:, DECAY].sum(0) >= made.g.sum(0).numpy() - 1e-4).all()
+
+
+def test_request_within_a_bound_leaves_nothing() -> None:
+    """From what it finds a plan is made; what follows it is kept by nobody, and its audit says what
+    was replayed of each group."""
+    size, tokens = 128, list(range(1000))
+    made = gates(1000, [0.2, 0.2, 1e-5])
+    cells = Cells(size, 3, HEADS)
+    geometry = Geometry(size, 1, 64, 1, 8, state_bytes=64, cells=cells)
+    memory = np.zeros(1 << 22, np.uint8)
+    store = PageStore(
+        HostTier(len(memory), page_bytes=geometry.page_bytes, memory=memory), geometry
+    )
+    settings = Settings(size, every=512, layers=LAYERS)
+    table = (list(range(10)),)
+    donor = Track(settings, bytes(32), parse_policy("exact", "test"))
+    assert donor.begin(store, tokens, 0) is None
+    pages = pages_of(made, cells, [])
+    for start in (0, 512):
+        ordered = donor.work(store, start, min(512, 1000 - start), table, 0, 1000)
+        assert ordered is not None
+        work, written = ordered
+        assert work.seen == (min(start + 512, 1000), table)
+        for fill in work.fills:
+            page = memory[fill.page : fill.page + geometry.page_bytes]
+            np.copyto(geometry.gates(page), pages[start // size])
+            start += size
+        written.settle(store, tokens)
+    donor.stop(store)
+
+    track = Track(settings, bytes(32), parse_policy("bounded:1e-3", "test", 16))
+    plan = track.begin(store, [*tokens[:900], 1, 2], 0)
+    assert plan is not None and plan.bounds is not None and not plan.exact
+    fast, slow = plan.bounds.groups
+    assert fast.source == "zero" and 900 - 300 < fast.start <= 884
+    assert (slow.start, slow.source, plan.start) == (512, "checkpoint", 512)
+    restore, written = track.accepted(store, plan, table)
+    assert restore.bounds == plan.bounds and restore.begun is None and restore.keep is None
+    assert pickle.loads(pickle.dumps(restore)).bounds == plan.bounds
+    written.settle(store, tokens)
+    assert track.work(store, 900, 2, table, 0, 902) is None
+    said = track.audit.record()
+    assert (said["policy"], said["exact"], said["state_from"]) == ("bounded:0.001", False, -1)
+    assert said["groups"] == [
+        {"replayed_tokens": 900 - fast.start, "start": "zero", "bound": fast.bound},
+        {"replayed_tokens": 388, "start": "checkpoint", "bound": 0.0},
+    ]
+    track.end_plan()
+
+    track = Track(settings, bytes(32), parse_policy("bounded:1e-3", "test", 16))
+    plan = track.begin(store, [*tokens[:520], 1, 2], 0)
+    assert plan is not None and plan.exact and plan.bounds is None, "the state is nearer"
+    assert [group["bound"] for group in plan.audit.groups] == [0.0, 0.0]
+    track.end_plan()
+
+
+@pytest.mark.parametrize("text", ["bounded", "bounded:0", "bounded:x", "off:1", "Exact", None])
+def test_unknown_policies(text: object) -> None:
+    with pytest.raises(UsageError, match=r"here: unknown replay policy; expected .* or off; found"):
+        parse_policy(text, "here")

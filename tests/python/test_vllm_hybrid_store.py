@@ -18,16 +18,15 @@ import pytest
 
 from kvspan.errors import UsageError
 from kvspan.host import DiskLevel, HostTier
+from kvspan.vllm.hybrid.policy import Policy, parse_policy
 from kvspan.vllm.hybrid.store import Geometry, PageStore, page_of, root_key
 from kvspan.vllm.hybrid.support import options
 from kvspan.vllm.hybrid.tracking import (
     Plan,
-    Policy,
     Restore,
     Settings,
     Track,
     Work,
-    parse_policy,
 )
 
 SIZE = 8
@@ -351,7 +350,7 @@ def test_salts_share_nothing() -> None:
 
 @pytest.mark.parametrize("text", ["", "ratio", "ratio:0", "ratio:2", "ratio:x", "exact:1", None, 3])
 def test_unknown_policies(text: object) -> None:
-    with pytest.raises(UsageError, match=r"expected exact, ratio:R .* found"):
+    with pytest.raises(UsageError, match=r"expected exact, bounded:EPS .* found"):
         parse_policy(text, "here")
 
 

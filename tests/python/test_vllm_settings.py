@@ -24,7 +24,7 @@ def test_defaults_are_of_the_kind_of_model() -> None:
     [
         ({"host_gb": 3}, "hybrid", r"\.host_gb: unknown setting \(did you mean host_gib\?\); exp"),
         ({"stear": True}, None, r"\.stear: unknown setting \(did you mean steer\?\)"),
-        ({"zzzzzz": 1}, None, r"\.zzzzzz: unknown setting; expected decode, disk"),
+        ({"zzzzzz": 1}, None, r"\.zzzzzz: unknown setting; expected decay, decode"),
         ({"steer": True}, "hybrid", "is for models with attention only, this is one of hybrid"),
         ({"replay": "exact"}, "spans", "is for hybrid models, this is one of models with attent"),
         ({"steer": "yes"}, None, "wrong type; expected true or false; found 'yes'"),
@@ -43,7 +43,7 @@ def test_defaults_are_of_the_kind_of_model() -> None:
             None,
             r"\.hidden: exact replay needs exact hidden vectors; exp",
         ),
-        ({"replay": "ratio:2"}, None, r"\.replay: unknown replay policy; expected exact, ratio:R"),
+        ({"replay": "ratio:2"}, None, r"\.replay: unknown replay policy; expected exact, bounded"),
         ({"parentheses": "1,2"}, None, "expected PAD,START,SIBLING,END; found '1,2'"),
     ],
     ids=lambda value: str(value)[:40],

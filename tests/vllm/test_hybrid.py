@@ -267,7 +267,7 @@ def test_others_salts_are_not_hit(served: HybridServed) -> None:
 
 def test_bad_policy_is_said(served: HybridServed) -> None:
     (answer,) = served.ask([BASE[:100]], replay="roughly")
-    assert "expected exact, ratio:R" in answer.replay["refused"]
+    assert "expected exact, bounded:EPS" in answer.replay["refused"]
     (answer,) = served.ask([BASE[:100]], replya="exact")
     assert "kvspan.replya: unknown field (did you mean replay?)" in answer.replay["refused"]
 

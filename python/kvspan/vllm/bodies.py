@@ -20,7 +20,7 @@ from kvspan.query.checks import describe
 from kvspan.serve.answers import chat_prompt
 from kvspan.serve.errors import APIError
 from kvspan.serve.schema import ChatRequest, CompletionRequest, Extension, read
-from kvspan.vllm.hybrid.tracking import parse_policy
+from kvspan.vllm.hybrid.policy import parse_policy
 from kvspan.vllm.params import KEY, fields_of, from_params, to_params
 from kvspan.vllm.preparing import TIMEOUT_S
 

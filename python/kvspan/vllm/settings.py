@@ -67,7 +67,7 @@ class Setting:
 
 
 def _policy(text: str, where: str) -> None:
-    from kvspan.vllm.hybrid.tracking import parse_policy
+    from kvspan.vllm.hybrid.policy import parse_policy
 
     parse_policy(text, where)
 
@@ -88,9 +88,12 @@ SETTINGS: dict[Kind, dict[str, Setting]] = {
     },
     "hybrid": {
         "replay": Setting(
-            "exact", "exact, ratio:R or off: how recurrent states are rebuilt", check=_policy
+            "exact",
+            "exact, bounded:EPS, ratio:R or off: how recurrent states are rebuilt",
+            check=_policy,
         ),
-        "k_min": Setting(256, "tokens that ratio:R replays at the least", least=1),
+        "decay": Setting(False, "keep what bounded:EPS needs, where it is not the default"),
+        "k_min": Setting(256, "tokens that bounded and ratio replay at the least", least=1),
         "state_every": Setting(2048, "tokens between states that are kept", least=1),
         "host_gib": Setting(4.0, "memory for what is kept"),
         "hidden": Setting(
@@ -152,6 +155,11 @@ def described() -> str:
             default = json.dumps(setting.default) if setting.default != "" else "none"
             lines.append(f"  {name:<12} {default:<8} {setting.text}")
     return "\n".join(lines)
+
+
+def keeps_decays(extra: Mapping[str, object]) -> bool:
+    """Whether what bounded:EPS needs is kept, for all requests or for those that ask for it."""
+    return bool(extra.get("decay")) or str(extra.get("replay", "")).startswith("bounded")
 
 
 def parse_setting(text: str, where: str) -> tuple[str, Any]:

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from kvspan.errors import KvspanError
 from kvspan.host import SharedMemory
 from kvspan.host.pages import anonymous_memory
+from kvspan.hybrid.groups import layer_map
 from kvspan.vllm.hybrid.scheduling import Refusing, Scheduling
 from kvspan.vllm.hybrid.steps import Arena, ReplayMetadata, StepDone
 from kvspan.vllm.hybrid.support import make_geometry, make_store, options, refusal
@@ -95,7 +96,8 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
             "kvspan: prefix reuse at any token is on, policy %s, pages of %d tokens, %.1f GiB on "
             "the host", given.policy_text, store.geometry.size, given.host_bytes / 2**30,
         )  # fmt: skip
-        return Scheduling(caches, given, store, group, arena, shared)
+        layers = layer_map(config.model_config.hf_text_config.layer_types) if given.decay else None
+        return Scheduling(caches, given, store, group, arena, shared, layers)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -154,9 +156,9 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if not self._reason:
             assert self._kv_cache_config is not None
-            pair = options(self._vllm_config).pair
-            geometry = make_geometry(self._vllm_config, self._kv_cache_config, pair)
-            self.working = Working(self._vllm_config, self._kv_cache_config, geometry, pair)
+            given = options(self._vllm_config)
+            geometry = make_geometry(self._vllm_config, self._kv_cache_config, given)
+            self.working = Working(self._vllm_config, self._kv_cache_config, geometry, given.pair)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, ReplayMetadata)

@@ -147,6 +147,10 @@ def plan_bounded(
 
     pages: their part that `cells` describes. state: position of the exact state to start from, if
     any. None: only an exact restore is within the bound and its budget, or no norm is known.
+
+    Heads that hardly forget are not carried by marks as in kvspan's own engine, they make their
+    group start from the state: vLLM shows heads only where steps end, where all of the state can
+    be kept, and a replay that takes them in there is no shorter than one from that state.
     """
     known = [cells.all_heads(cells.norms, page) for page in pages]
     seen = [norms for norms in known if not np.isnan(norms).any()]

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from kvspan.vllm.hybrid.capture import Capture, capture_streams
+from kvspan.vllm.hybrid.gates import tap_gates
 from kvspan.vllm.hybrid.support import check_early
 from kvspan.vllm.plugin import CONNECTOR, HYBRID_MODELS
+from kvspan.vllm.settings import keeps_decays
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +43,8 @@ def settings_of(transfer: KVTransferConfig | None) -> dict[str, Any] | None:
 
 
 def install(model: nn.Module, vllm_config: VllmConfig) -> Capture | None:
-    """Let a model just built leave hidden vectors behind, if the engine's connector is kvspan's."""
+    """Let a model just built leave hidden vectors behind, and what its gates do where that is
+    asked for, if the engine's connector is kvspan's."""
     extra = settings_of(vllm_config.kv_transfer_config)
     decoder = next(
         (m for m in model.modules() if hasattr(m, "layers") and hasattr(m, "embed_tokens")), None
@@ -57,10 +60,12 @@ def install(model: nn.Module, vllm_config: VllmConfig) -> Capture | None:
         pair=pair,
         capacity=vllm_config.scheduler_config.max_num_batched_tokens,
     )
-    _set_apart(vllm_config, f"capture/v1 {'pair' if pair else 'sum'}")
-    logger.info(
-        "kvspan: hidden vectors are captured in buffers of %.1f MiB", capture.nbytes / 2**20
-    )
+    told = f"capture/v1 {'pair' if pair else 'sum'}"
+    if keeps_decays(extra):
+        tap_gates(capture, decoder)
+        told += " gates"
+    _set_apart(vllm_config, told)
+    logger.info("kvspan: what is kept is captured in buffers of %.1f MiB", capture.nbytes / 2**20)
     return capture
 
 

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvspan.hybrid.groups import LINEAR, Group, layer_map
 from kvspan.vllm.hybrid.capture import captured, stream
+from kvspan.vllm.hybrid.decay import Bounds
+from kvspan.vllm.hybrid.gates import Gates, Part
 from kvspan.vllm.hybrid.layers import (
     load,
     mixed_qkv,
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
     from kvspan.host.pages import Spans
 
+Tensors = dict[int, list[torch.Tensor]]  # of a state, by layer
 NULL_BLOCK = 0  # vLLM's stand-in for blocks that a request does not need
 
 
@@ -97,6 +101,11 @@ class Replayer:
         }
         for runner in self._runners.values():
             runner.warm_up(self.hidden_size * (1 + self.pair), self.config.model_config.dtype)
+        self._gates = Gates(self.capture, self._linear) if self.geometry.cells else None
+
+    def _slots(self, table: Table, position: int) -> dict[int, int]:
+        """`_slot` of every layer."""
+        return {layer: self._slot(layer, table, position) for layer in self._linear}
 
     def _slot(self, layer: int, table: Table, position: int) -> int:
         """The block with the layer's state once `position` tokens have been run."""
@@ -112,11 +121,12 @@ class Replayer:
     def keep(self, works: list[Work], slots: torch.Tensor | None) -> None:
         """Write what a pass, or a request at its end, leaves. slots: of the pass's rows."""
         geometry = self.geometry
-        if self.rank == 0 and any(work.fills for work in works):
+        if any(work.fills for work in works) and (self.rank == 0 or self._gates):
             assert slots is not None
             rows = {slot: row for row, slot in enumerate(slots.tolist())}
             streams = [self.capture.rows(stream(index)) for index in self.streams]
-            for work in works:
+            self._keep_gates([(rows[work.slot], work) for work in works])
+            for work in works if self.rank == 0 else ():
                 row = rows[work.slot]
                 for fill in work.fills:
                     kept = geometry.hidden(self._page(fill.page))
@@ -131,6 +141,24 @@ class Replayer:
                     to_host(kept[i], self._context[name].kv_cache[block])
             if work.state is not None:
                 self.keep_state(work.state)
+
+    def _keep_gates(self, works: list[tuple[int, Work]]) -> None:
+        """Sum up what gates did to the tokens of a pass. works: with their first rows."""
+        cells = self.geometry.cells
+        if self._gates is None or cells is None:
+            return
+        parts = []
+        for row, work in works:
+            held = [self.geometry.gates(self._page(fill.page)) for fill in work.fills]
+            fills = zip(held, work.fills, strict=True)
+            parts.append(Part(row, [(page, fill.first, fill.count) for page, fill in fills]))
+        self._gates.write(parts, cells, self.rank)
+        for part, (_, work) in zip(parts, works, strict=True):
+            if work.seen is not None:
+                position, table = work.seen
+                norms = self._gates.norms(self._slots(table, position)).cpu().numpy()
+                for page, _, _ in part.pages:
+                    np.copyto(cells.norms(page, self.rank), norms)
 
     def _page(self, at: int) -> Bytes:
         assert self.memory is not None
@@ -204,6 +232,13 @@ class Replayer:
         np.copyto(geometry.kv(own, self.rank), geometry.kv(donor, self.rank))
         if self.rank == 0:
             np.copyto(geometry.hidden(own)[:, :offset], geometry.hidden(donor)[:, :offset])
+        if geometry.cells is not None:
+            gates = geometry.gates(own)
+            np.copyto(
+                geometry.cells.part(gates, self.rank),
+                geometry.cells.part(geometry.gates(donor), self.rank),
+            )
+            geometry.cells.cut(gates, offset, self.rank)
 
     def _destination(self, plan: Restore) -> Table:
         """The request's blocks, such that the state at plan.length goes where the pass looks.
@@ -256,26 +291,50 @@ class Replayer:
     def _restore_states(self, plan: Restore) -> None:
         table = self._destination(plan)
         kept = self._kept_tensors(plan.state) if plan.state is not None else {}
-        for group in self.groups:
-            for layer in group.layers:
-                slot = self._slot(layer, table, plan.length)
-                for i, part in enumerate(self._linear[layer].kv_cache):
-                    if kept:
-                        part[slot].copy_(kept[layer][i])
-                    else:
-                        part[slot].zero_()
-            if plan.zero or plan.start == plan.length:
-                continue
-            primed = plan.state is None and plan.start > 0
-            if primed:
-                self._prime(plan, group, self._slot(group.layers[0], table, plan.length))
-            self._replay(plan, group, table)
+        for number, group in enumerate(self.groups):
+            if plan.bounds is None:
+                self._restore_group(plan, group, plan.start, kept, table)
+            else:
+                self._restore_bounded(plan, number, plan.bounds, kept, table)
+        if self._gates is not None:
+            self._gates.saw(self._slots(table, plan.length))
         self._fill_boundary(plan, table)
 
-    def _kept_tensors(self, state: Spans) -> dict[int, list[torch.Tensor]]:
+    def _restore_bounded(self, plan: Restore, number: int, bounds: Bounds, kept: Tensors,
+                         table: Table) -> None:  # fmt: skip
+        """One group; exactly where its state comes out so small that the bound does not hold."""
+        group, part = self.groups[number], bounds.groups[number]
+        first = kept if part.source == "checkpoint" else {}
+        self._restore_group(plan, group, part.start, first, table)
+        if not part.bound or self._gates is None:
+            return
+        slots = {layer: self._slot(layer, table, plan.length) for layer in group.layers}
+        squares = self._gates.norms(slots).square().sum(1)
+        if self.geometry.ranks > 1:  # what one replays, all must
+            squares = tensor_model_parallel_all_reduce(squares)
+        if not bounds.hold(number, squares.sqrt().tolist()):
+            self._restore_group(plan, group, bounds.exact.start, kept, table)
+
+    def _restore_group(self, plan: Restore, group: Group, start: int, kept: Tensors,
+                       table: Table) -> None:  # fmt: skip
+        """kept: the state at `start`; {} for zero."""
+        for layer in group.layers:
+            slot = self._slot(layer, table, plan.length)
+            for i, part in enumerate(self._linear[layer].kv_cache):
+                if kept:
+                    part[slot].copy_(kept[layer][i])
+                else:
+                    part[slot].zero_()
+        if plan.zero or start == plan.length:
+            return
+        if not kept and start > 0:
+            self._prime(plan, group, start, self._slot(group.layers[0], table, plan.length))
+        self._replay(plan, group, start, table)
+
+    def _kept_tensors(self, state: Spans) -> Tensors:
         """A kept state's tensors per layer, as `keep_state` wrote them."""
         held = np.concatenate(self._state_pieces(state))
-        tensors: dict[int, list[torch.Tensor]] = {}
+        tensors: Tensors = {}
         at = 0
         for layer, module in self._linear.items():
             tensors[layer] = []
@@ -305,21 +364,21 @@ class Replayer:
         norm = self._model.layers[layer].input_layernorm
         return norm(hidden) if residual is None else norm(hidden, residual)[0]
 
-    def _prime(self, plan: Restore, group: Group, slot: int) -> None:
+    def _prime(self, plan: Restore, group: Group, start: int, slot: int) -> None:
         """Set the first layer's convolution state from the rows right before the tail."""
         module = self._linear[group.layers[0]]
         width = module.conv_kernel_size - 1
-        first = max(plan.start - width, 0)
-        x = self._normed(group.layers[0], self._rows(plan, group, first, plan.start))
+        first = max(start - width, 0)
+        x = self._normed(group.layers[0], self._rows(plan, group, first, start))
         mixed = mixed_qkv(module, x)
         conv = module.kv_cache[0][slot]
         target = conv if conv.shape[-1] == mixed.shape[-1] else conv.transpose(-1, -2)
         target[width - mixed.shape[0] :].copy_(mixed)
 
-    def _replay(self, plan: Restore, group: Group, table: Table) -> None:
+    def _replay(self, plan: Restore, group: Group, begin: int, table: Table) -> None:
         runner = self._runners[group]
         slots = [self._slot(layer, table, plan.length) for layer in group.layers]
-        for start in range(plan.start, plan.length, runner.most):
+        for start in range(begin, plan.length, runner.most):
             end = min(start + runner.most, plan.length)
             if runner.ids:
                 inputs = torch.from_numpy(plan.token_ids[start:end]).to(self.device)

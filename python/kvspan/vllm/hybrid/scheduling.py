@@ -19,7 +19,9 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 
 from kvspan.errors import UsageError
 from kvspan.host import SharedMemory
+from kvspan.hybrid.groups import LayerMap
 from kvspan.ops import digest_fields
+from kvspan.vllm.hybrid.policy import parse_policy
 from kvspan.vllm.hybrid.steps import Arena, ReplayMetadata, StepDone
 from kvspan.vllm.hybrid.store import common_prefix, root_key
 from kvspan.vllm.hybrid.support import Options
@@ -31,7 +33,6 @@ from kvspan.vllm.hybrid.tracking import (
     Track,
     Work,
     Written,
-    parse_policy,
 )
 from kvspan.vllm.params import KEY, fields_of
 from kvspan.vllm.stats import SpanStats
@@ -140,7 +141,7 @@ class Scheduling(Refusing):
 
     def __init__(
         self, caches: KVCacheConfig, options: Options, store: PageStore, group: int,
-        arena: Arena, shared: SharedMemory | None,
+        arena: Arena, shared: SharedMemory | None, layers: LayerMap | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.manager: KVCacheManager | None = None  # bound before the first request
@@ -152,6 +153,7 @@ class Scheduling(Refusing):
             least=options.min_match,
             decode=options.decode,
             pair=options.exact_hidden,
+            layers=layers,
         )
         self._caches = caches
         self._options = options
@@ -178,6 +180,12 @@ class Scheduling(Refusing):
                 policy = parse_policy(
                     told["replay"], f"kv_transfer_params.{KEY}.replay", self._options.k_min
                 )
+                if policy.name == "bounded" and self.settings.layers is None:
+                    raise UsageError(
+                        f"kv_transfer_params.{KEY}.replay: bounded needs a server that keeps "
+                        "decays",
+                        expected="its option decay to be true", found="false",
+                    )  # fmt: skip
                 if policy.name == "exact" and not self._options.exact_hidden:
                     raise UsageError(
                         f"kv_transfer_params.{KEY}.replay: exact needs a server that keeps exact "
@@ -306,9 +314,15 @@ class Scheduling(Refusing):
         """What a restore reads: KV, hidden vectors and the state."""
         geometry = self.store.geometry
         pages = len(plan.pages) - plan.local // geometry.size
-        hidden = (plan.length - plan.start) * geometry.row_bytes * geometry.streams
         state = plan.state.nbytes if plan.state is not None else 0
-        return pages * geometry.kv_bytes * geometry.ranks + hidden + state
+        rows = (plan.length - plan.start) * geometry.streams
+        if plan.bounds is not None and self.settings.layers is not None:
+            groups = zip(self.settings.layers.groups, plan.bounds.groups, strict=True)
+            rows = sum(plan.length - g.start for group, g in groups if group.source is not None)
+            if not any(group.source == "checkpoint" for group in plan.bounds.groups):
+                state = 0
+        kv = pages * geometry.kv_bytes * geometry.ranks
+        return kv + rows * geometry.row_bytes + state
 
     def _keep_apart(self, tracked: Tracked, length: int) -> None:
         """Blocks computed after an approximate state get keys that no other request looks up."""

@@ -21,6 +21,7 @@ import numpy as np
 
 from kvspan.host import HostTier, Reservation, View
 from kvspan.ops import digest_fields
+from kvspan.vllm.hybrid.decay import Cells
 
 Tokens = np.ndarray
 Bytes = np.ndarray  # uint8
@@ -34,7 +35,7 @@ class Geometry:
     row_bytes: groups of linear-attention layers but the first, and what enters one at one position.
     state_bytes: the recurrent state of all layers on one rank. ranks: workers that share the heads
     (tensor parallelism), each with a part of its own of KV and states; hidden vectors are the same
-    on all.
+    on all. cells: of what the gates of linear-attention layers did; None where it is not kept.
     """
 
     size: int
@@ -44,12 +45,13 @@ class Geometry:
     row_bytes: int
     state_bytes: int = 0
     ranks: int = 1
+    cells: Cells | None = None
 
     @property
     def page_bytes(self) -> int:
-        """One entry: the number of tokens and the tokens (int64), KV by rank, hidden vectors."""
-        hidden = self.streams * self.size * self.row_bytes
-        return self._kv_start + self.ranks * self.kv_bytes + hidden
+        """One entry: the number of tokens and the tokens (int64), KV by rank, hidden vectors, and
+        what `cells` describes."""
+        return self._gates_start + (self.cells.nbytes if self.cells else 0)
 
     @property
     def kv_bytes(self) -> int:
@@ -59,6 +61,14 @@ class Geometry:
     @property
     def _kv_start(self) -> int:
         return 8 * (1 + self.size)
+
+    @property
+    def _hidden_start(self) -> int:
+        return self._kv_start + self.ranks * self.kv_bytes
+
+    @property
+    def _gates_start(self) -> int:
+        return self._hidden_start + self.streams * self.size * self.row_bytes
 
     def tokens(self, page: Bytes) -> Tokens:
         """int64 [1 + size]: the number of tokens, then the tokens. A view."""
@@ -71,8 +81,12 @@ class Geometry:
 
     def hidden(self, page: Bytes) -> Bytes:
         """[streams, size, row_bytes]. A view."""
-        start = self._kv_start + self.ranks * self.kv_bytes
-        return page[start:].reshape(self.streams, self.size, self.row_bytes)
+        held = page[self._hidden_start : self._gates_start]
+        return held.reshape(self.streams, self.size, self.row_bytes)
+
+    def gates(self, page: Bytes) -> Bytes:
+        """What `cells` describes. A view."""
+        return page[self._gates_start :]
 
 
 @dataclass(eq=False)

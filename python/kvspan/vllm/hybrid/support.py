@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 from kvspan.errors import KvspanError, UsageError
 from kvspan.host import HostTier
 from kvspan.host.disk import check_folder
-from kvspan.hybrid.groups import layer_map
+from kvspan.hybrid.groups import LINEAR, layer_map
 from kvspan.ops import digest_fields
 from kvspan.vllm import HYBRIDS
 from kvspan.vllm.host_disk import check_room, open_disk, weights
+from kvspan.vllm.hybrid.decay import Cells
+from kvspan.vllm.hybrid.policy import Policy, parse_policy
 from kvspan.vllm.hybrid.store import Bytes, Geometry, PageStore
-from kvspan.vllm.hybrid.tracking import Policy, parse_policy
 from kvspan.vllm.plugin import HYBRIDS_MODULE
-from kvspan.vllm.settings import WHERE, check_settings
+from kvspan.vllm.settings import WHERE, check_settings, keeps_decays
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,6 +52,7 @@ class Options:
     min_match: int
     k_min: int
     decode: bool
+    decay: bool
     hash_block: int
     disk: str
     disk_bytes: int
@@ -73,6 +75,7 @@ def options(vllm_config: VllmConfig) -> Options:
         given["min_match"],
         given["k_min"],
         given["decode"],
+        keeps_decays(given),
         getattr(cache, "hash_block_size", None) or cache.block_size,
         given["disk"],
         int(given["disk_gib"] * 2**30),
@@ -96,7 +99,9 @@ def check_early(extra: Mapping[str, object] | None) -> None:
         raise
 
 
-def make_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, pair: bool) -> Geometry:
+def make_geometry(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options
+) -> Geometry:
     """What pages and states hold; the same for the scheduler and all its workers."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -111,14 +116,22 @@ def make_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, pair:
             parts = zip(spec.shapes, spec.dtypes, strict=True)
             one = sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
             state_bytes += one * len(group.layer_names)
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    cells = Cells(
+        attention.kv_cache_spec.block_size,
+        config.layer_types.count(LINEAR),
+        config.linear_num_value_heads // ranks,
+        ranks,
+    )
     return Geometry(
         size=attention.kv_cache_spec.block_size,
         layers=len(attention.layer_names),
         block_bytes=attention.kv_cache_spec.page_size_bytes,
         streams=len(layer_map(config.layer_types).streams),
-        row_bytes=config.hidden_size * (2 if pair else 1) * model.dtype.itemsize,
+        row_bytes=config.hidden_size * (2 if options.pair else 1) * model.dtype.itemsize,
         state_bytes=state_bytes,
-        ranks=vllm_config.parallel_config.tensor_parallel_size,
+        ranks=ranks,
+        cells=cells if options.decay else None,
     )
 
 
@@ -128,7 +141,7 @@ def make_store(
     """Where pages and states are kept, in memory of `host_bytes`; UsageError if they do not fit."""
     model = vllm_config.model_config
     config = model.hf_text_config
-    geometry = make_geometry(vllm_config, kv_cache_config, options.pair)
+    geometry = make_geometry(vllm_config, kv_cache_config, options)
     page = geometry.page_bytes
     check_room(options.host_bytes, page, "one page")
     disk = None

@@ -14,59 +14,24 @@ from typing import Any
 
 import numpy as np
 
-from kvspan.errors import UsageError
 from kvspan.host import View
 from kvspan.host.pages import Spans
+from kvspan.hybrid.groups import LayerMap
+from kvspan.hybrid.plan import GroupPlan
 from kvspan.ops import BlockChain
-from kvspan.vllm.hybrid.store import FoundState, Match, OpenPage, OpenState, PageStore
+from kvspan.vllm.hybrid.decay import Bounds, plan_bounded
+from kvspan.vllm.hybrid.policy import Policy
+from kvspan.vllm.hybrid.store import FoundState, Match, OpenPage, OpenState, PageStore, page_of
 
 TRIES = 4
 WORTH_KEEPING = 64  # tokens: the state after a shorter replay is not kept
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How much of a prefix's tail is replayed.
-
-    name: "exact" (from the last state kept, or from the start), "ratio" (at least ratio * length
-        and k_min tokens, from zero), "zero" (none, the state is zero: for experiments), "off".
-    """
-
-    name: str = "exact"
-    ratio: float = 0.0
-    k_min: int = 256
-
-    def tail(self, length: int) -> int:
-        """Tokens to replay at the least for a prefix of `length`; exact needs them all."""
-        if self.name == "ratio":
-            return min(length, max(self.k_min, math.ceil(self.ratio * length)))
-        return 0 if self.name == "zero" else length
-
-
-def parse_policy(text: object, where: str, k_min: int = 256) -> Policy:
-    """ "exact", "ratio:0.05", "zero" or "off"; UsageError for anything else."""
-    name, _, value = text.partition(":") if isinstance(text, str) else ("", "", "")
-    if name in ("exact", "zero", "off") and not value:
-        return Policy(name, k_min=k_min)
-    if name == "ratio":
-        try:
-            ratio = float(value)
-        except ValueError:
-            ratio = math.nan
-        if 0 < ratio <= 1:
-            return Policy(name, ratio, k_min)
-    raise UsageError(
-        f"{where}: unknown replay policy",
-        expected="exact, ratio:R with R in (0, 1], zero or off",
-        found=repr(text),
-    )
 
 
 @dataclass
 class Settings:
     """page: tokens per page. every: tokens between kept states. least: a shorter match than this
     is computed again instead. decode: whether generated tokens are kept too. pair: whether hidden
-    vectors are kept so that a replay of them is exact."""
+    vectors are kept so that a replay of them is exact. layers: of the model, for "bounded"."""
 
     page: int
     policy: Policy = field(default_factory=Policy)
@@ -74,6 +39,7 @@ class Settings:
     least: int = 1
     decode: bool = True
     pair: bool = True
+    layers: LayerMap | None = None
 
 
 @dataclass
@@ -83,7 +49,9 @@ class ReplayAudit:
     matched: taken from the cache. replayed: of those, run again through the linear-attention
     layers. state_from: the position of the exact state it started from; 0 is the start of the
     prompt, -1 zero in the middle of it. exact: whether the state was rebuilt without approximation.
-    bytes: of KV, hidden vectors and state that were moved.
+    bytes: of KV, hidden vectors and state that were moved. groups: of "bounded", for each group
+    what was replayed, from what (a "checkpoint" or "zero") and the bound of its error; the bound is
+    0 where it was replayed exactly.
     """
 
     policy: str = "exact"
@@ -93,6 +61,7 @@ class ReplayAudit:
     exact: bool = True
     bytes: int = 0
     refused: str = ""
+    groups: list[dict[str, Any]] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,7 +75,7 @@ class Plan:
     """One restore: KV and state of `length` tokens, of which `local` are on the device already.
 
     pages, state: what it reads, which the store keeps until `release`. start: where the replay
-    begins, from `state` or, without one, from zero.
+    begins, from `state` or, without one, from zero. bounds: where each group's does instead.
     """
 
     length: int
@@ -118,6 +87,7 @@ class Plan:
     token_ids: np.ndarray
     audit: ReplayAudit
     zero: bool = False
+    bounds: Bounds | None = None
 
     def release(self) -> None:
         for view in self.pages:
@@ -140,8 +110,9 @@ class Restore:
     """A plan as the worker gets it. table: the request's device blocks.
 
     pages: where they lie, from the prompt's first on. state: where; None: from zero. scheduled:
-    tokens of the step that follows. begun: the page in which the request goes on, after a copy of
-    the positions that it takes over. keep: what is kept of the state that was replayed.
+    tokens of the step that follows. bounds: as in the plan. begun: the page in which the request
+    goes on, after a copy of the positions that it takes over. keep: what is kept of the state that
+    was replayed.
     """
 
     length: int
@@ -152,6 +123,7 @@ class Restore:
     token_ids: np.ndarray
     table: Table
     zero: bool = False
+    bounds: Bounds | None = None
     scheduled: int = 0
     begun: int | None = None
     keep: Spans | None = None
@@ -171,13 +143,15 @@ class Work:
     """What one request leaves behind in one step.
 
     slot: of its first token in the attention's cache. fills: of its tokens, one after the other.
-    copies: pages, and the device blocks whose KV they get.
+    copies: pages, and the device blocks whose KV they get. seen: where the state after it is, whose
+    norms the pages get; None where they keep what they have.
     """
 
     slot: int
     fills: list[Fill]
     copies: list[tuple[int, int]]
     state: StateCopy | None = None
+    seen: tuple[int, Table] | None = None
 
 
 @dataclass
@@ -225,7 +199,7 @@ class Track:
         self.settings = settings
         self.root = root
         self.policy = policy
-        self.audit = ReplayAudit(policy=policy.name)
+        self.audit = ReplayAudit(policy=str(policy))
         self.plan: Plan | None = None
         self.base = 0
         self.pages: list[OpenPage] = []
@@ -278,7 +252,6 @@ class Track:
         reached = match.length - start <= tail or start == match.length
         if not reached:
             state, start = None, match.length - tail
-        exact = reached and (self.settings.pair or start == match.length)
         views = [store.tier.view(page.name) for page in match.pages]
         state_view = None if state is None else store.tier.view(state.name)
         held = [view for view in (*views, state_view) if view is not None]
@@ -286,18 +259,45 @@ class Track:
             for view in held:  # something went meanwhile, or there is no memory to read it into
                 view.release()
             return None
+        bounds = None
+        if self.policy.name == "bounded":
+            bounds = self._bounds(store, held[: len(views)], match.length, state)
+            if bounds is not None:
+                reached, start = False, min(group.start for group in bounds.groups)
+        exact = reached and (self.settings.pair or start == match.length)
         audit = ReplayAudit(
-            policy=self.policy.name,
+            policy=str(self.policy),
             matched=match.length,
             replayed=match.length - start,
             state_from=start if reached else -1,
             exact=exact and not self.approximate,
+            groups=self._groups(match.length, start, state, bounds),
         )
         self.plan = Plan(
             match.length, local, start, held[: len(views)], state_view, exact,
-            tokens[: match.length], audit, zero=self.policy.name == "zero",
+            tokens[: match.length], audit, self.policy.name == "zero", bounds,
         )  # fmt: skip
         return self.plan
+
+    def _bounds(self, store: PageStore, pages: list[View], length: int,
+                state: FoundState | None) -> Bounds | None:  # fmt: skip
+        cells, layers = store.geometry.cells, self.settings.layers
+        assert cells is not None and layers is not None, "asked for where it is not kept"
+        held = [store.geometry.gates(page_of(page)) for page in pages]
+        at = None if state is None else state.position
+        return plan_bounded(self.policy.bounded(), layers, length, at, held, cells)
+
+    def _groups(self, length: int, start: int, state: FoundState | None,
+                bounds: Bounds | None) -> list[dict[str, Any]]:  # fmt: skip
+        """What the audit of a bounded restore says of its groups."""
+        if self.policy.name != "bounded" or self.settings.layers is None:
+            return []
+        exact = GroupPlan(start, "zero" if state is None else "checkpoint", 0.0)
+        groups = bounds.groups if bounds else (exact,) * len(self.settings.layers.groups)
+        return [
+            {"replayed_tokens": length - g.start, "start": g.source, "bound": g.bound}
+            for g in groups
+        ]
 
     def accepted(self, store: PageStore, plan: Plan, table: Table) -> tuple[Restore, Written]:
         """The plan's tokens have device blocks: what the worker has to do for them."""
@@ -311,6 +311,7 @@ class Track:
         restore = Restore(
             plan.length, plan.local, plan.start, [view.spans[0][0] for view in plan.pages],
             None if plan.state is None else plan.state.spans, plan.token_ids, table, plan.zero,
+            plan.bounds,
         )  # fmt: skip
         written = Written(self, self.era, plan.length)
         offset = plan.length % size
@@ -368,6 +369,9 @@ class Track:
                 saved = upto
             page.writers += 1
             written.pages.append((page, first, upto, saved))
+        # The state is looked at after prompts' steps, and once a page while tokens are generated.
+        if store.geometry.cells is not None and (count > 1 or start % size == 0):
+            work.seen = end, table
         due = end == prompt or (end < prompt and end - self.last_state >= self.settings.every)
         if due:
             self._keep_state(store, work, written, table)
