@@ -103,7 +103,8 @@ def __getattr__(name: str) -> type[nn.Module]:
 
     @functools.wraps(base.__init__)
     def build(self: Any, *args: Any, vllm_config: VllmConfig, **kwargs: Any) -> None:
-        check_early(settings_of(vllm_config.kv_transfer_config))
+        lora = vllm_config.lora_config is not None
+        check_early(settings_of(vllm_config.kv_transfer_config), lora)
         base.__init__(self, *args, vllm_config=vllm_config, **kwargs)
         install(self, vllm_config)
 

@@ -82,14 +82,22 @@ def options(vllm_config: VllmConfig) -> Options:
     )
 
 
-def check_early(extra: Mapping[str, object] | None) -> None:
+def check_early(extra: Mapping[str, object] | None, lora: bool = False) -> None:
     """Before a model is read, which may take minutes: whether its settings can be used.
+
+    lora: whether adapters may be.
 
     Raises:
         UsageError: with a line that the log has as well, above vLLM's tracebacks.
     """
     try:
-        if folder := check_settings(extra, "hybrid")["disk"]:
+        given = check_settings(extra, "hybrid")
+        if lora and keeps_decays(given):  # their layers stand before the ones that are looked at
+            raise UsageError(
+                f"{WHERE}: decays are not kept beside LoRA adapters",
+                expected="no --enable-lora, or decay false and replay exact or ratio:R",
+            )
+        if folder := given["disk"]:
             try:
                 check_folder(folder)
             except KvspanError as error:
