@@ -10,12 +10,12 @@
 namespace kvspan::cpu {
 namespace {
 
-template <typename T, bool kStream>
+template <typename T, bool kStream, bool kIsOneStep>
 inline void rotate_neox(const T* src, T* dst, int64_t rotary_dim, const float* cos_table,
                         const float* sin_table) {
   constexpr int kVectors = Step<T>::kVectors;
   constexpr int64_t kSize = kStepSize<T>;
-  const int64_t half = rotary_dim / 2;
+  const int64_t half = kIsOneStep ? kSize : rotary_dim / 2;
   int64_t i = 0;
   const auto rotate = [&]<bool kStreams>(const T* in_1, const T* in_2, T* out_1, T* out_2) {
     F32 x_1[kVectors], x_2[kVectors];
@@ -102,7 +102,8 @@ inline bool is_aligned_for_streams(const RotateArgs& args) {
   return (reinterpret_cast<uintptr_t>(first) | offsets * sizeof(T)) % Step<T>::kStoreBytes == 0;
 }
 
-template <typename T, bool kIsNeox, bool kStream>
+// kIsOneStep: NeoX's halves are a step each, so that nothing is set up again for each row.
+template <typename T, bool kIsNeox, bool kStream, bool kIsOneStep>
 void rotate_rows_as(const RotateArgs& by_reference) {
   const RotateArgs args = by_reference;  // a copy, which stores through dst cannot alias
   const bool in_place = args.src == args.dst;
@@ -130,7 +131,8 @@ void rotate_rows_as(const RotateArgs& by_reference) {
       const T* from = src + args.rotary_offset;
       T* to = dst + args.rotary_offset;
       if constexpr (kIsNeox) {
-        rotate_neox<T, kStream>(from, to, args.rotary_dim, args.cos_table, args.sin_table);
+        rotate_neox<T, kStream, kIsOneStep>(from, to, args.rotary_dim, args.cos_table,
+                                            args.sin_table);
       } else {
         rotate_interleaved<T, kStream>(from, to, args.rotary_dim, args.cos_table, args.sin_table);
       }
@@ -141,16 +143,27 @@ void rotate_rows_as(const RotateArgs& by_reference) {
   }
 }
 
+template <typename T, bool kIsNeox, bool kStream>
+inline void rotate_rows_with(const RotateArgs& args) {
+  if constexpr (kIsNeox && Step<T>::kOrder == ElementOrder::kLanes) {
+    if (args.rotary_dim == 2 * kStepSize<T>) {
+      rotate_rows_as<T, kIsNeox, kStream, true>(args);
+      return;
+    }
+  }
+  rotate_rows_as<T, kIsNeox, kStream, false>(args);
+}
+
 template <typename T, bool kIsNeox>
 void rotate_rows(const RotateArgs& args) {
   if constexpr (can_stream<T>(Step<T>::kStoreBytes)) {
     if (is_aligned_for_streams<T, kIsNeox>(args)) {
-      rotate_rows_as<T, kIsNeox, true>(args);
+      rotate_rows_with<T, kIsNeox, true>(args);
       end_stream();
       return;
     }
   }
-  rotate_rows_as<T, kIsNeox, false>(args);
+  rotate_rows_with<T, kIsNeox, false>(args);
 }
 
 template <typename T, bool kIsNeox>
