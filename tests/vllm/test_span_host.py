@@ -29,7 +29,7 @@ from kvspan.host import CopyQueue
 from kvspan.layout import SpanLayout, layout_from_tokens
 from kvspan.vllm.connector import KvspanConnector, logger
 from kvspan.vllm.span_host import SpanHost
-from kvspan.vllm.span_setup import HostSettings, lora_name, open_tier
+from kvspan.vllm.span_setup import HostSettings, flops, lora_name, open_tier
 from kvspan.vllm.span_tier import HostReport, HostStep, SpanTier
 from kvspan.vllm.stats import SpanStats
 
@@ -478,6 +478,14 @@ def test_two_workers_have_to_confirm(hosted: Served) -> None:
     assert not wants() and not host.is_busy
     host.finished("a")
     assert hosted.llm.llm_engine.reset_prefix_cache()
+
+
+def test_long_spans_are_worth_more_for_each_byte(hosted: Served) -> None:
+    config = hosted.llm.llm_engine.vllm_config.model_config.hf_text_config
+    each = [flops(config, at, count) / count for at, count in ((0, 32), (64, 32), (64, 4096))]
+    # Projections of 64 x 128, 64 x 64 twice and 128 x 64, three of 64 x 96, twice each, 3 layers.
+    assert each[0] == 3 * (2 * (64 * 384 + 3 * 64 * 96) + 4 * 128 * 16)
+    assert each[0] < each[1] < each[2]
 
 
 def test_loras_on_disk_are_told_apart(tmp_path: Path) -> None:

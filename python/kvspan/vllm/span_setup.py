@@ -118,6 +118,7 @@ def flops(config: Any, position: int, num_tokens: int) -> float:
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    linear = 4 * hidden * heads * head_dim + 6 * hidden * inner
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    linear = 4 * hidden * (heads + kv_heads) * head_dim + 6 * hidden * inner
     attention = 4 * heads * head_dim * (position + num_tokens / 2)
     return float(config.num_hidden_layers * num_tokens * (linear + attention))
