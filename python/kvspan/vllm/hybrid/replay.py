@@ -124,15 +124,15 @@ class Replayer:
         if any(work.fills for work in works) and (self.rank == 0 or self._gates):
             assert slots is not None
             rows = {slot: row for row, slot in enumerate(slots.tolist())}
-            streams = [self.capture.rows(stream(index)) for index in self.streams]
             self._keep_gates([(rows[work.slot], work) for work in works])
+            # Where the device is the CPU these are views; numpy copies a single row in no time.
+            streams = [to_bytes(self.capture.rows(stream(i))[: len(slots)]) for i in self.streams]
             for work in works if self.rank == 0 else ():
                 row = rows[work.slot]
                 for fill in work.fills:
                     kept = geometry.hidden(self._page(fill.page))
                     for into, held in zip(kept, streams, strict=True):
-                        to_host(into[fill.first : fill.first + fill.count],
-                                held[row : row + fill.count])  # fmt: skip
+                        into[fill.first : fill.first + fill.count] = held[row : row + fill.count]
                     row += fill.count
         for work in works:
             for page, block in work.copies:

@@ -409,12 +409,12 @@ class Track:
         size = self.settings.page
         # Under asynchronous scheduling a step may be over before its last token is told here.
         done = min(done, len(token_ids))
-        keys = self.keys(token_ids)
         for index in range(self.published // size, math.ceil(done / size)):
             page = self.pages[index - self.base]
             known = min(page.filled, page.saved, done - index * size)
             if known <= self.published - index * size:
-                break
+                break  # as in most steps of decoding
+            keys = self.keys(token_ids)
             tokens = np.asarray(token_ids[index * size : index * size + known], dtype=np.int64)
             store.publish(page, self.parent(index), tokens, keys[index] if known == size else b"")
             self.published = index * size + known
@@ -424,6 +424,7 @@ class Track:
         ready = [state for state in self.new_states if state.position <= done]
         for state in ready:
             self.new_states.remove(state)
+            self.keys(token_ids)  # of the state's page's parent
             index = state.position // size
             tokens = np.asarray(token_ids[index * size : state.position], dtype=np.int64)
             store.publish_state(state, self.parent(index), tokens)
