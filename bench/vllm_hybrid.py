@@ -80,9 +80,9 @@ def make_model(folder: str) -> int:
 
 
 class Engine:
-    """vLLM, stock or with kvspan."""
+    """vLLM, stock or with kvspan. decay: which then keeps decays, for replay within a bound."""
 
-    def __init__(self, folder: str, kvspan: bool, longest: int) -> None:
+    def __init__(self, folder: str, kvspan: bool, longest: int, decay: bool = False) -> None:
         from vllm import LLM
 
         options: dict[str, Any] = {}
@@ -91,6 +91,7 @@ class Engine:
                 "kv_connector": "KvspanConnector",
                 "kv_connector_module_path": "kvspan.vllm.connector",
                 "kv_role": "kv_both",
+                "kv_connector_extra_config": {"decay": decay},
             }
         self.llm = LLM(
             folder,
@@ -105,6 +106,9 @@ class Engine:
             **options,
         )
         self.kvspan = kvspan
+        self.policies: tuple[str | None, ...] = ("exact", "ratio:0.05") if kvspan else (None,)
+        if kvspan and decay:
+            self.policies += ("bounded:1e-3",)
         self.generator = torch.Generator().manual_seed(1)
 
     def tokens(self, count: int) -> list[int]:
@@ -150,7 +154,7 @@ def hits(engine: Engine) -> list[dict[str, int]]:
 def ttft(engine: Engine, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """Seconds of requests that part at a token of their own, each the first to do so."""
     rows: list[dict[str, Any]] = []
-    policies = ("exact", "ratio:0.05") if engine.kvspan else (None,)
+    policies = engine.policies
     for length in lengths:
         times: dict[str | None, list[float]] = {policy: [] for policy in policies}
         hit: dict[str | None, int] = {}
@@ -189,7 +193,7 @@ def run(folder: str, kvspan: bool, args: argparse.Namespace) -> dict[str, Any]:
     """One engine's figures."""
     import vllm
 
-    engine = Engine(folder, kvspan, max(*args.lengths, 4096) + 1024)
+    engine = Engine(folder, kvspan, max(*args.lengths, 4096) + 1024, args.decay)
     return {
         "vllm": vllm.__version__,
         "threads": torch.get_num_threads(),
@@ -240,6 +244,9 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5, help="of ordinary requests")
+    parser.add_argument(
+        "--decay", action="store_true", help="keep decays, and replay within a bound, too"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--machine", default=platform.machine(), help="its name, for the file")
     parser.add_argument("--engine", choices=("stock", "kvspan"), help=argparse.SUPPRESS)
