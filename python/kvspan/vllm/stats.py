@@ -125,7 +125,10 @@ class SpanPromMetrics(KVConnectorPromMetrics):
         }
         self._gauges = {
             name: metric_types[Gauge](
-                name=f"vllm:kvspan_{name}", documentation=text, labelnames=labelnames
+                name=f"vllm:kvspan_{name}",
+                documentation=text,
+                labelnames=labelnames,
+                multiprocess_mode="mostrecent",  # of several API servers
             )
             for name, text in GAUGES.items()
         }
