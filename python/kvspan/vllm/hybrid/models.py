@@ -51,6 +51,8 @@ def install(model: nn.Module, vllm_config: VllmConfig) -> Capture | None:
     )
     if extra is None or decoder is None:
         return None
+    if not all(hasattr(layer, "layer_type") for layer in decoder.layers):
+        return None  # others have some of the layers, for which the connector refuses
     config = vllm_config.model_config
     pair = extra.get("hidden", "pair") == "pair"
     capture = capture_streams(
