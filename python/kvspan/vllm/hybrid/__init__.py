@@ -11,4 +11,6 @@ the answer, never a source for others), whose length a bound on its error may gi
 `store`: what is kept, by content. `tracking`: what each request reads and leaves behind. `decay`:
 how short a tail may be. None of them knows vLLM. `scheduling`, and `working` with `replay` and
 `gates`: the scheduler's and the worker's side. `connector`: the two joined to vLLM's interface.
+`models`: vLLM's models, built with the buffers of `capture`; `running`: a group's layers by
+themselves, compiled where the model is.
 """
