@@ -18,7 +18,7 @@ from hybrid_served import VOCAB, Answer, HybridServed, difference, save_hybrid
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from kvspan.host import HostTier
+from kvspan.host import CopyQueue, HostTier
 from kvspan.vllm.hybrid import scheduling
 from kvspan.vllm.hybrid.layers import to_bytes
 from kvspan.vllm.stats import SpanStats
@@ -361,8 +361,11 @@ def test_copy_and_replay_run_at_once(served: HybridServed, monkeypatch: pytest.M
     replayer = served.replayer
     served.ask([BASE], 1)
     drop_states(served)
+    served.llm.reset_prefix_cache()  # so that all KV is copied
     prompt = BASE[:1900] + tokens(2, 20)
-    monkeypatch.setattr(replayer, "copy_delay", 2.0)
+    kv = replayer.geometry.kv_bytes * -(-1900 // replayer.geometry.size)
+    slow = CopyQueue(bytes_per_second=kv / 2)
+    monkeypatch.setattr(replayer, "queue", slow)
     kept: list[Any] = []
     take = replayer.take_timing
 
@@ -372,6 +375,34 @@ def test_copy_and_replay_run_at_once(served: HybridServed, monkeypatch: pytest.M
 
     monkeypatch.setattr(replayer, "take_timing", take_and_look)
     served.ask([prompt], 1)
+    slow.close()
     (timing,) = (timing for timing in kept if timing.restores)
-    assert timing.copy_s > 2.0
+    assert timing.copy_s > 1.9
     assert timing.replay_s + timing.wait_s <= 1.15 * max(timing.copy_s, timing.replay_s)
+
+
+def test_restore_that_fails_ends_its_copy(
+    served: HybridServed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayer = served.replayer
+    served.ask([BASE], 1)
+    plans: list[Any] = []
+    restore = replayer.restore
+    monkeypatch.setattr(replayer, "restore", lambda plan: (plans.append(plan), restore(plan)))
+    served.ask([BASE[:1900] + tokens(2, 20)], 1)
+    monkeypatch.undo()
+
+    def fail(plan: Any) -> None:
+        raise RuntimeError("replay failed")
+
+    monkeypatch.setattr(replayer, "_restore_states", fail)
+    with CopyQueue(chunk_bytes=1 << 16, bytes_per_second=1 << 17) as slow:
+        monkeypatch.setattr(replayer, "queue", slow)
+        with pytest.raises(RuntimeError, match="replay failed"):
+            replayer.restore(plans[0])
+        stats = slow.stats()
+        assert (stats["jobs_cancelled"], stats["bytes_queued"], stats["bytes_in_flight"]) == (
+            1,
+            0,
+            0,
+        )

@@ -30,12 +30,10 @@ def to_host(into: np.ndarray, tensor: torch.Tensor) -> None:
     held.view(tensor.shape).copy_(tensor)
 
 
-def load(held: np.ndarray, into: torch.Tensor) -> None:
-    """Write bytes into a tensor."""
-    if into.device.type == "cpu" and into.is_contiguous():
-        np.copyto(into.view(-1).view(torch.uint8).numpy(), held)
-    else:
-        into.copy_(to_tensor(held, into.dtype).view(into.shape))
+def in_memory_order(pool: torch.Tensor) -> torch.Tensor:
+    """A pool of blocks with its axes in the order of their strides, that of the blocks first."""
+    rest = sorted(range(1, pool.dim()), key=lambda axis: -pool.stride(axis))
+    return pool.permute(0, *rest)
 
 
 def run_block(

@@ -7,7 +7,6 @@ they rebuild has the bits of an ordinary prefill of the same tokens.
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,12 +15,13 @@ import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from kvspan.host import CopyJob, CopyQueue
 from kvspan.hybrid.groups import LINEAR, Group, layer_map
 from kvspan.vllm.hybrid.capture import captured, stream
 from kvspan.vllm.hybrid.decay import Bounds
 from kvspan.vllm.hybrid.gates import Gates, Part
 from kvspan.vllm.hybrid.layers import (
-    load,
+    in_memory_order,
     mixed_qkv,
     to_bytes,
     to_host,
@@ -46,7 +46,7 @@ class Timing:
     """Of restores since it was last taken: how many, and seconds."""
 
     restores: int = 0
-    copy_s: float = 0.0
+    copy_s: float = 0.0  # until it was seen to be done, after the replay at the soonest
     replay_s: float = 0.0
     wait_s: float = 0.0
 
@@ -83,11 +83,10 @@ class Replayer:
         self._context = self.config.compilation_config.static_forward_context
         self._attention_layers = list(self.caches.kv_cache_groups[self._attention].layer_names)
         self.attention_layer = self._attention_layers[0]
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvspan-copy")
-        self.copy_delay = 0.0  # seconds added to every restore's copy, for tests of the overlap
         self._model, self.capture = captured(self._context)
         model = self._model
         self.device = next(model.parameters()).device
+        self.queue = CopyQueue(str(self.device))
         layers = layer_map([layer.layer_type for layer in model.layers])
         self.groups, self.streams = layers.groups, layers.streams
         self.hidden_size = model.config.hidden_size
@@ -138,7 +137,7 @@ class Replayer:
             for page, block in work.copies:
                 kept = geometry.kv(self._page(page), self.rank)
                 for i, name in enumerate(self._attention_layers):
-                    to_host(kept[i], self._context[name].kv_cache[block])
+                    to_host(kept[i], in_memory_order(self._context[name].kv_cache)[block])
             if work.state is not None:
                 self.keep_state(work.state)
 
@@ -204,12 +203,16 @@ class Replayer:
     def restore(self, plan: Restore) -> None:
         """Bring a plan's KV and states into the request's blocks; both at once."""
         began = time.perf_counter()
-        copying = self._copier.submit(self._copy_kv, plan)
+        copying = self._copy_kv(plan)
         try:
             self._restore_states(plan)
             replayed = time.perf_counter()
-        finally:
-            copy_s = copying.result()
+            if copying is not None:
+                copying.wait()
+        except BaseException:
+            if copying is not None:
+                copying.cancel()  # its memory is not this restore's any more
+            raise
         ended = time.perf_counter()
         if plan.begun is not None:
             self._continue_page(plan, plan.begun)
@@ -217,7 +220,8 @@ class Replayer:
             self.keep_state(StateCopy(plan.length, self._destination(plan), plan.keep))
         timing = self.timing
         timing.restores += 1
-        timing.copy_s += copy_s
+        if copying is not None:
+            timing.copy_s += ended - began
         timing.replay_s += replayed - began
         timing.wait_s += ended - replayed
 
@@ -255,17 +259,19 @@ class Replayer:
             table.append(blocks)
         return tuple(table)
 
-    @torch.inference_mode()  # of this thread, not of the one that began the copy
-    def _copy_kv(self, plan: Restore) -> float:
-        began = time.perf_counter()
-        blocks = plan.table[self._attention]
-        for index in range(plan.local // self.geometry.size, len(plan.pages)):
-            kv = self.geometry.kv(self._page(plan.pages[index]), self.rank)
-            for i, name in enumerate(self._attention_layers):
-                load(kv[i], self._context[name].kv_cache[blocks[index]])
-        if self.copy_delay:
-            time.sleep(self.copy_delay)
-        return time.perf_counter() - began
+    def _copy_kv(self, plan: Restore) -> CopyJob | None:
+        """Begin to copy all KV that the device does not have, one submission for all layers."""
+        first = plan.local // self.geometry.size
+        if first == len(plan.pages):
+            return None
+        pages = [self.geometry.kv(self._page(at), self.rank) for at in plan.pages[first:]]
+        blocks = plan.table[self._attention][first : len(plan.pages)]
+        pools = [in_memory_order(self._context[name].kv_cache) for name in self._attention_layers]
+        size = pools[0][0].nbytes
+        return self.queue.submit(
+            [page[i][:size] for i in range(len(pools)) for page in pages],
+            [(pool, blocks) for pool in pools],
+        )
 
     def _rows(self, plan: Restore, group: Group, start: int, end: int) -> torch.Tensor:
         """[end - start, width]: what enters a group at these positions."""
@@ -387,4 +393,4 @@ class Replayer:
             runner.run(inputs, start, slots)
 
     def close(self) -> None:
-        self._copier.shutdown()
+        self.queue.close()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
-from vllm.logger import init_logger
 
 from kvspan import _core
 from kvspan.host import map_shared
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvspan.vllm.hybrid.store import Geometry
-
-logger = init_logger("vllm.kvspan")
 
 # Of schedulers in this process, by engine: their tiers' memory.
 LOCAL: dict[str, Bytes] = {}
@@ -53,7 +50,10 @@ class Working:
             try:
                 self._lock = _core.PageLock(memory)
             except RuntimeError as error:
-                logger.warning("kvspan: copies to and from the host are slow: %s", error)
+                raise RuntimeError(
+                    f"kvspan: {len(memory) / 2**30:.3g} GiB on the host (kv_connector_extra_config."
+                    f"host_gib) cannot be page-locked: {error}"
+                ) from None
 
     def before_pass(self, metadata: ReplayMetadata) -> None:
         for restore in metadata.loads:
