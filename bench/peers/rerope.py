@@ -37,7 +37,8 @@ def run(bench: Bench) -> None:
     try:
         for threads in sorted({1, num_cpus()}):
             torch.set_num_threads(threads)
-            for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn):
+            float8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+            for dtype in (torch.bfloat16, torch.float16, torch.float32, *float8):
                 keys = [torch.randn(shape).to(dtype) for _ in range(NUM_LAYERS)]
                 out = [torch.empty_like(k) for k in keys]
                 num_bytes = 2 * sum(k.nbytes for k in keys)
@@ -60,7 +61,7 @@ def run(bench: Bench) -> None:
                     arrays = [(x.numpy(), y.numpy()) for x, y in zip(out, keys, strict=True)]
                     contestants["np.copyto"] = lambda p=arrays: [np.copyto(x, y) for x, y in p]
                     contestants["NumPy loop"] = lambda p=arrays: numpy_loop(p, src, dst, angle)
-                if dtype != torch.float8_e4m3fn:
+                if dtype not in float8:
                     at = torch.from_numpy(src), torch.from_numpy(dst)
                     contestants["torch rotate"] = lambda a=out, b=keys, i=at: torch_rotate(
                         b, a, *i, angle.cos().float(), angle.sin().float()
