@@ -34,9 +34,9 @@ The calls:
     As they say. A pinned entry is not evicted; pins are counted. A removed entry is not found any
     more; its memory is free once its last pin is.
 
-Memory is one piece, ``memory_bytes`` long or given by the caller (a :class:`SharedMemory`, say, that
-other processes map, to write at a reservation's ``spans``), cut into pages of ``page_bytes``; an
-entry has whole pages that lie anywhere, so memory never fragments.
+Memory is one piece, ``memory_bytes`` long or given by the caller (a :class:`SharedMemory` that
+other processes map, say, and write at a reservation's ``spans``), cut into pages of
+``page_bytes``; an entry has whole pages that lie anywhere, so memory never fragments.
 
 :class:`CopyQueue` moves entries in the background, between ``pages`` and blocks of a pool:
 
