@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve(folder: Path, disk: Path) -> HybridServed:
-    extra = {"disk": str(disk), "disk_gib": 1, "host_gib": 0.25}
+    extra = {"disk": str(disk), "disk_gib": 1, "host_gib": 0.25, "decay": True}
     return HybridServed(folder, "none", extra=extra)
 
 
@@ -41,7 +41,7 @@ def test_next_server_finds_what_is_whole(folder: Path, tmp_path: Path) -> None:
     served = serve(folder, disk)
     (answer,) = served.ask([prompt])
     assert answer.cached == 759, "the whole prompt but its last token"
-    (other,) = served.ask([BASE[:500] + tokens(3, 60)])
+    (other,) = served.ask([BASE[:500] + tokens(3, 60)], replay="bounded:1e-3")
     assert other.cached == 500
     assert difference(answer, full) < ROUNDING
     served.close()

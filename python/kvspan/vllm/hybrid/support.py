@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvspan.errors import KvspanError, UsageError
@@ -157,7 +157,7 @@ def make_store(
         # Another model, or the same in other units of storage, must not be taken for this one.
         told = digest_fields(
             "kvspan/vllm/hybrid/disk/v2", model.model, model.revision, str(model.dtype),
-            config.to_json_string(), *astuple(geometry), options.pair, weights(vllm_config),
+            config.to_json_string(), repr(geometry), options.pair, weights(vllm_config),
         )  # fmt: skip
         disk = open_disk(options.disk, options.disk_bytes, told)
     tier = HostTier(options.host_bytes, page_bytes=page, memory=memory, disk=disk)
