@@ -115,7 +115,7 @@ def test_a_folder_in_use_is_said_before_vllm_starts(
     main(words)
     assert not (tmp_path / "new").exists() and not capsys.readouterr().err
     with closing(DiskLevel(tmp_path / "new", 1 << 20, b"another")):
-        assert main(words) == 1
+        assert main(words) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert "new is in use; expected a folder that no running process keeps entries in; " in said
     assert f"found process {os.getpid()} on " in said
@@ -163,6 +163,11 @@ def test_serve_becomes_vllm(
         (("--connector-option", "decode", "M"), "--connector-option: no setting; expected NAME=V"),
         (("--connector-option", "k_min=0", "M"), "-option k_min is out of range; expected a whole"),
         (("--host-gib", "1", "--connector-option", "host_gib=2", "M"), "host_gib is set twice"),
+        (("--disk", "", "--host-gib", "1", "M"), "--disk: no name; expected a folder"),
+        (("--disk", __file__, "--host-gib", "1", "M"), "as host tier: Not a directory"),
+        (("--disk", __file__ + "/new", "--host-gib", "1", "M"), "as host tier: Not a directory"),
+        (("/no/model",), "model /no/model: no such folder"),
+        (("--replay", "bounded:2", "M"), "expected exact, bounded:EPS (EPS above 0, up to 1)"),
     ],
     ids=str,
 )
@@ -189,6 +194,7 @@ def test_without_vllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     [
         ("llama", "replay=exact", "replay: is for hybrid models, this is one of models with atten"),
         ("qwen3_next", "steer=true", "steer: is for models with attention only, this is one of hy"),
+        ("qwen3_next", "host_gib=0", "host_gib is out of range; expected a number, 9.54e-07 or mo"),
     ],
 )
 def test_settings_for_another_kind_of_model(

@@ -340,7 +340,8 @@ class DiskLevel:
 
 
 def check_folder(path: str | os.PathLike[str]) -> None:
-    """Whether a `DiskLevel` that writes could be opened there now; makes nothing.
+    """Whether a `DiskLevel` that writes could be opened there now, as far as can be told without
+    making anything.
 
     Raises:
         KvspanError: if it could not.
@@ -349,6 +350,11 @@ def check_folder(path: str | os.PathLike[str]) -> None:
     try:
         handle = os.open(place / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
+        parent = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise KvspanError(
+                f"cannot use {place} as host tier: may not write to {parent}"
+            ) from None
         return
     except OSError as error:
         raise KvspanError(f"cannot use {place} as host tier: {error.strerror}") from None

@@ -36,7 +36,7 @@ class Policy:
         >>> str(Policy.parse("bounded:0.001"))
         'bounded:0.001'
         """
-        expected = "exact, bounded:EPS (EPS above 0) or ratio:R (R above 0, up to 1)"
+        expected = "exact, bounded:EPS (EPS above 0, up to 1) or ratio:R (R above 0, up to 1)"
         kind, _, number = text.partition(":")
         if text == "exact":
             return Policy()
@@ -46,7 +46,7 @@ class Policy:
             value = float(number)
         except ValueError:
             value = math.nan
-        if kind == "bounded" and 0 < value < math.inf:
+        if kind == "bounded" and 0 < value <= 1:
             return Policy("bounded", value)
         if kind == "ratio" and 0 < value <= 1:
             return Policy("ratio", value)

@@ -29,7 +29,7 @@ from kvspan.engine.limits import check_request
 from kvspan.errors import KvspanError, UsageError
 from kvspan.layout import PromptEncoder, SpanLayout
 from kvspan.parentheses import Parentheses
-from kvspan.vllm.params import KEY, to_params
+from kvspan.vllm.params import KEY, PROBE, to_params
 from kvspan.vllm.preparing import TIMEOUT_S, Preparation, Preparer
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class VllmEngine:
         ids = np.zeros(self.block_size + 1, dtype=np.int32)
         layout = SpanLayout(ids, ((0, self.block_size),), self.block_size)
         params = _sampling(layout, "sequential", 1)
-        async for output in self.stream(layout, params, f"kvspan-probe-{uuid.uuid4().hex}"):
+        async for output in self.stream(layout, params, f"{PROBE}{uuid.uuid4().hex}"):
             audit = audit_of(output)
             if output.finished:
                 if audit is None:

@@ -104,6 +104,8 @@ def connector_settings(args: argparse.Namespace) -> dict[str, Any]:
         if name in found:
             raise UsageError(f"{flag}: {name} is set twice")
         named = f" {name}" * (flag == "--connector-option")
+        if name == "disk" and not value:
+            raise UsageError(f"{flag}{named}: no name", expected="a folder")
         found[name] = check_setting(name, value, flag + named)
     return found
 
@@ -144,6 +146,8 @@ def plan(
     Raises:
         UsageError: for settings that make no sense, for this model if it is a folder.
     """
+    if model.startswith(("/", "./", "../")) and not Path(model).exists():
+        raise UsageError(f"model {model}: no such folder")
     connector: dict[str, Any] = dict(CONNECTOR)
     kind = kind_of(model)
     check_settings(settings, kind)
@@ -207,7 +211,10 @@ def serve(
     if settings.get("disk"):  # before a model is loaded for nothing
         from kvspan.host.disk import check_folder
 
-        check_folder(settings["disk"])
+        try:
+            check_folder(settings["disk"])
+        except KvspanError as error:
+            raise UsageError(f"disk: {error}") from None
     variables = {**os.environ, **launch.env, **env, **_api_key(os.environ)}
     sys.stdout.flush()
     sys.stderr.flush()

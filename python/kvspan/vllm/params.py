@@ -19,6 +19,7 @@ from kvspan.layout import SpanLayout, layout_from_tokens
 from kvspan.query.checks import closest
 
 KEY = "kvspan"
+PROBE = "kvspan-probe-"  # ids of requests that the server asks itself at start
 DEFAULT_TIMEOUT_S = 30.0
 MAX_TIMEOUT_S = 86_400
 _FIELDS = ("spans", "scope", "placement", "timeout_s", "id", "prepare_for")

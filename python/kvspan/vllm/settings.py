@@ -95,7 +95,7 @@ SETTINGS: dict[Kind, dict[str, Setting]] = {
         "decay": Setting(False, "keep what bounded:EPS needs, where it is not the default"),
         "k_min": Setting(256, "tokens that bounded and ratio replay at the least", least=1),
         "state_every": Setting(2048, "tokens between states that are kept", least=1),
-        "host_gib": Setting(4.0, "memory for what is kept"),
+        "host_gib": Setting(4.0, "memory for what is kept", least=2**-20),
         "hidden": Setting(
             "pair", "sum takes half the memory, approximate", choices=("pair", "sum")
         ),
@@ -109,7 +109,7 @@ _MODELS = {"spans": "models with attention only", "hybrid": "hybrid models"}
 
 def check_setting(name: str, value: object, where: str, kind: Kind | None = None) -> Any:
     """One setting's value, checked; UsageError as from `check_settings`."""
-    known = {**SETTINGS["spans"], **SETTINGS["hybrid"], **(SETTINGS[kind] if kind else {})}
+    known = {**SETTINGS["hybrid"], **SETTINGS["spans"], **(SETTINGS[kind] if kind else {})}
     if name not in known:
         raise UsageError(
             f"{where}: unknown setting{closest(str(name), tuple(known))}",

@@ -34,7 +34,7 @@ from kvspan.vllm.hybrid.tracking import (
     Work,
     Written,
 )
-from kvspan.vllm.params import KEY, fields_of
+from kvspan.vllm.params import KEY, PROBE, fields_of
 from kvspan.vllm.stats import SpanStats
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class Refusing:
     def refuse(self, request: Request, reason: str, kind: str) -> None:
         """Say in log, counters and answer that a request runs without replay."""
         self.stats.refuse(kind)
-        say = logger.debug if kind == "configuration" else logger.warning  # said once
+        quiet = kind == "configuration" or request.request_id.startswith(PROBE)  # said elsewhere
+        say = logger.debug if quiet else logger.warning
         say("kvspan: request %s runs without replay: %s", request.request_id, reason)
         self.audits[request.request_id] = ReplayAudit(policy="off", refused=reason)
 
