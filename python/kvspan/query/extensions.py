@@ -67,8 +67,26 @@ class Reduce(_Own):
         return "reduce(", f", {self.k}" + ("" if self.closed else ", closed=False") + ")"
 
 
+class _OfAQuery(_Own):
+    """A dataclass with one child, its ``query``."""
+
+    __slots__ = ()
+    query: Node
+
+    @property
+    def children(self) -> tuple[Node, ...]:
+        return (self.query,)
+
+    def with_children(self, children: Sequence[Node]) -> Node:
+        (only,) = children
+        return replace(self, query=only)  # type: ignore[type-var]  # subclasses are dataclasses
+
+    def child_path(self, path: Path, index: int) -> Path:
+        return self._own_path(path).child("query")
+
+
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
-class Options(_Own):
+class Options(_OfAQuery):
     """How every generate below is to be run; the innermost node that says something counts.
 
     scope, placement, salt: as for ``kvspan.run``, which they override.
@@ -92,17 +110,6 @@ class Options(_Own):
         )
         self._seal()
 
-    @property
-    def children(self) -> tuple[Node, ...]:
-        return (self.query,)
-
-    def with_children(self, children: Sequence[Node]) -> Node:
-        (only,) = children
-        return replace(self, query=only)
-
-    def child_path(self, path: Path, index: int) -> Path:
-        return self._own_path(path).child("query")
-
     def own_fields(self) -> tuple[Any, ...]:
         return (self.scope, self.placement, self.salt, self.order)
 
@@ -121,7 +128,7 @@ class Options(_Own):
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
-class Retrieve(_Own):
+class Retrieve(_OfAQuery):
     """The fragments that a retriever finds for ``query`` in a corpus it knows by name (R).
 
     limit: how many at the most. embedding_model: for retrievers that use one.
@@ -142,17 +149,6 @@ class Retrieve(_Own):
         if self.embedding_model is not None:
             raise_if(check_text(self.embedding_model, "the embedding_model of retrieve"))
         self._seal()
-
-    @property
-    def children(self) -> tuple[Node, ...]:
-        return (self.query,)
-
-    def with_children(self, children: Sequence[Node]) -> Node:
-        (only,) = children
-        return replace(self, query=only)
-
-    def child_path(self, path: Path, index: int) -> Path:
-        return self._own_path(path).child("query")
 
     def own_fields(self) -> tuple[Any, ...]:
         return (self.corpus, self.limit, self.embedding_model)
