@@ -58,11 +58,20 @@ class Recall:
 
 
 class Writer:
-    """Writes a context with a record for each of ``keys`` keys. calm: as easy as can be, no text in
-    between."""
+    """Writes a context with a record for each of ``keys`` keys.
 
-    def __init__(self, source: bytes, keys: int, rng: random.Random, calm: bool = False) -> None:
-        self._source, self._rng, self._calm = source, rng, calm
+    modes: how many are in use. calm: no text in between.
+    """
+
+    def __init__(
+        self,
+        source: bytes,
+        keys: int,
+        rng: random.Random,
+        modes: int = MODES,
+        calm: bool = False,
+    ) -> None:
+        self._source, self._rng, self._modes, self._calm = source, rng, modes, calm
         self._values = {
             key: [rng.randrange(VALUES) for _ in range(MODES)]
             for key in rng.sample(range(KEYS), keys)
@@ -87,7 +96,7 @@ class Writer:
         self.text(spare - cuts[-1])
 
     def name_mode(self) -> None:
-        self._mode, self._named = self._rng.randrange(MODES), len(self.context.tokens)
+        self._mode, self._named = self._rng.randrange(self._modes), len(self.context.tokens)
         self.context.tokens.append(FIRST_MODE + self._mode)
 
     def questions(self, count: int, of_mode: float = 0.0) -> None:
@@ -129,10 +138,15 @@ class Writer:
 
 
 def training_context(
-    source: bytes, keys: int, length: int, rng: random.Random, calm: bool = False
+    source: bytes,
+    keys: int,
+    length: int,
+    rng: random.Random,
+    modes: int = MODES,
+    calm: bool = False,
 ) -> Recall:
     """A context to train on: records first, then questions."""
-    writer = Writer(source, keys, rng, calm)
+    writer = Writer(source, keys, rng, modes, calm)
     writer.records(int(length * rng.uniform(0.4, 0.65)))
     writer.question_blocks(length)
     return writer.context

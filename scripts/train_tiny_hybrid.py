@@ -2,9 +2,9 @@
 
     nice python scripts/train_tiny_hybrid.py --out DIR [--minutes 60] [--seed 0]
 
-Text and recall together (see tiny_hybrid_task.py). Recall does not emerge from long contexts, so
-that they grow: whenever the running accuracy passes 0.85, twice the keys; while
-the learning rate goes down, all lengths but the two shortest in turn. A checkpoint in
+Text and recall together (see tiny_hybrid_task.py). Recall emerges neither from long contexts nor
+from all modes at once, so that both grow: whenever the running accuracy passes 0.85 one mode more,
+then twice the keys; while the learning rate goes down, all longer contexts in turn. A checkpoint in
 DIR/state.pt every two minutes: the same command goes on from it.
 """
 
@@ -15,6 +15,7 @@ import math
 import random
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import tiny_hybrid_task as task
 import torch
@@ -24,16 +25,29 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3_5T
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-# (keys, tokens of a context, contexts in a batch); the first without text in between
+
+class Stage(NamedTuple):
+    """Contexts of a batch: how many, their tokens, keys, and modes in use; calm: without text."""
+
+    keys: int
+    length: int
+    size: int
+    modes: int = task.MODES
+    calm: bool = False
+
+
 STAGES = [
-    (4, 96, 28),
-    (8, 160, 18),
-    (16, 256, 12),
-    (32, 512, 7),
-    (48, 1024, 4),
-    (48, 2048, 2),
+    Stage(4, 96, 28, modes=1, calm=True),
+    Stage(4, 96, 28, modes=2, calm=True),
+    Stage(4, 96, 28, calm=True),
+    Stage(8, 160, 18),
+    Stage(16, 256, 12),
+    Stage(32, 512, 7),
+    Stage(48, 1024, 4),
+    Stage(48, 2048, 2),
 ]
-COOLDOWN_STEPS = 320
+LONG = [stage for stage in STAGES if stage.length >= 256]
+COOLDOWN_STEPS = 480
 PASSED = 0.85
 
 
@@ -79,11 +93,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def set_decays(model: torch.nn.Module) -> None:
-    """Half-lives from about ten to about a thousand tokens; the default forgets in two."""
+    """Half-lives from ten to sixty tokens; the default forgets in two."""
     for layer in model.model.layers:
         if hasattr(layer, "linear_attn"):
             attention = layer.linear_attn
-            half_lives = torch.logspace(math.log10(15), math.log10(1000), attention.num_v_heads)
+            half_lives = torch.logspace(1, math.log10(60), attention.num_v_heads)
             rates = math.log(2) / half_lives
             attention.A_log.data = torch.zeros(attention.num_v_heads)
             attention.dt_bias.data = rates + torch.log(-torch.expm1(-rates))
@@ -134,18 +148,18 @@ def chunked_delta_rule(query, key, value, g, beta, *, initial_state, output_fina
     return torch.cat(outputs, 2)[:, :, :length].transpose(1, 2), None
 
 
-def batch(source: bytes, stage: int, rng: random.Random):
+def batch(source: bytes, stage: Stage, rng: random.Random):
     """(tokens [B, T], which of them are answers, which are text that follows text)."""
-    length, size = STAGES[stage][1:]
+    length, size = stage.length, stage.size
     rows, answers = [], torch.zeros(size, length, dtype=torch.bool)
     for row in range(size):
         if row < size // 6:
             start = rng.randrange(len(source) - length)
             rows.append(list(source[start : start + length]))
             continue
-        back = rng.random() < 0.15  # earlier stages are not forgotten
-        keys = STAGES[rng.randint(0, stage) if back else stage][0]
-        context = task.training_context(source, keys, length, rng, calm=stage == 0)
+        back = rng.random() < 0.15  # few keys are not forgotten
+        keys = rng.choice(STAGES[: STAGES.index(stage) + 1]).keys if back else stage.keys
+        context = task.training_context(source, keys, length, rng, stage.modes, stage.calm)
         rows.append(context.tokens)
         answers[row, context.answers] = True
     tokens = torch.tensor(rows)
@@ -208,7 +222,7 @@ def main() -> None:
     text_loss = 0.0
     while cooling is None or step < cooling + COOLDOWN_STEPS:
         rng = random.Random(f"{args.seed}/{step}")
-        now = stage if cooling is None else 2 + step % (len(STAGES) - 2)
+        now = STAGES[stage] if cooling is None else LONG[step % len(LONG)]
         tokens, answers, is_text = batch(source, now, rng)
         part = 1.0 if cooling is None else 1 - (step - cooling) / COOLDOWN_STEPS
         for group in optimizer.param_groups:
@@ -231,7 +245,7 @@ def main() -> None:
         minutes = (time.monotonic() - began) / 60
         if step % 20 == 0:
             say(
-                f"{step} steps {minutes:.1f} min stage {now} {STAGES[now]} text {text_loss:.3f}"
+                f"{step} steps {minutes:.1f} min {tuple(now)} text {text_loss:.3f}"
                 f" recall {recall.item():.3f} right {accuracy:.3f}"
             )
         if cooling is None:
