@@ -103,7 +103,7 @@ def test_folder_of_another_server(folder: Path, tmp_path: Path, said: list[str])
 @pytest.mark.parametrize(
     ("extra", "line"),
     [
-        ({"host_gb": 1}, "host_gb: unknown setting (did you mean host_gib?); expected decode, "),
+        ({"host_gb": 1}, "host_gb: unknown setting (did you mean host_gib?); expected decay, "),
         ({"steer": True}, "steer: is for models with attention only, this is one of hybrid models"),
         ({"state_every": -1}, "state_every is out of range; expected a whole number, 1 or more; "),
     ],
