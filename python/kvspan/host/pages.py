@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +12,6 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 Spans = tuple[tuple[int, int], ...]  # (offset, length) in a piece of memory, in bytes
-_MADV_POPULATE_WRITE = 23  # Linux's; not yet named by Python
 
 
 def as_bytes(buffer: Any, name: str, *, writable: bool = False) -> Bytes:
@@ -36,32 +33,16 @@ def as_bytes(buffer: Any, name: str, *, writable: bool = False) -> Bytes:
     return np.frombuffer(view, np.uint8)
 
 
-def anonymous_memory(nbytes: int, *, ahead: bool = False) -> Bytes:
+def anonymous_memory(nbytes: int) -> Bytes:
     """Memory that the system provides as it is first written, in huge pages where it has them.
 
     Without them the first write of each 4 KiB costs more than what is written.
-
-    ahead: have it provided in the background from now on, so that no first write waits for it.
     """
     memory = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-    if ahead:
-        thread = threading.Thread(
-            target=_provide, args=(memory,), name="kvspan-host-memory", daemon=True
-        )
-        thread.start()
     return np.frombuffer(memory, np.uint8)
-
-
-def _provide(memory: mmap.mmap) -> None:
-    """Has the system provide memory, whose content stays."""
-    step = 1 << 21
-    with contextlib.suppress(OSError):  # Linux before 5.14, or no memory: then at the first write
-        for start in range(0, len(memory), step):
-            memory.madvise(_MADV_POPULATE_WRITE, start, min(step, len(memory) - start))
-            time.sleep(1e-3)  # which lets other threads run: the call above keeps them waiting
 
 
 def copy_bytes(src: Sequence[Bytes], dst: Sequence[Bytes]) -> None:

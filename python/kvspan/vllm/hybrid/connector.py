@@ -81,7 +81,7 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         given = options(config)
         shared = None
         if config.parallel_config.distributed_executor_backend == "uni":
-            memory = LOCAL[self._engine] = anonymous_memory(given.host_bytes, ahead=True)
+            memory = LOCAL[self._engine] = anonymous_memory(given.host_bytes)
         else:
             shared = SharedMemory(given.host_bytes)
             memory = shared.memory
