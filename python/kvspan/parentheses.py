@@ -41,13 +41,11 @@ class Parentheses:
     end: int
 
     def __post_init__(self) -> None:
-        ids = (self.pad, self.start, self.sibling, self.end)
-        if len(set(ids)) != len(ids) or min(ids) < 0:
-            raise UsageError(f"parentheses: expected four different token ids, got {ids}")
+        _check_ids((self.pad, self.start, self.sibling, self.end), "parentheses")
 
     @classmethod
-    def parse(cls, text: str) -> Parentheses:
-        """PAD,START,SIBLING,END.
+    def parse(cls, text: str, where: str = "parentheses") -> Parentheses:
+        """PAD,START,SIBLING,END. where: what messages call them.
 
         >>> Parentheses.parse("0,5,6,7")
         Parentheses(pad=0, start=5, sibling=6, end=7)
@@ -56,11 +54,14 @@ class Parentheses:
             pad, start, sibling, end = (int(word) for word in text.split(","))
         except ValueError:
             raise UsageError(
-                "parentheses: bad token ids", expected="PAD,START,SIBLING,END", found=repr(text)
+                f"{where}: bad token ids", expected="PAD,START,SIBLING,END", found=repr(text)
             ) from None
+        _check_ids((pad, start, sibling, end), where)
         return cls(pad, start, sibling, end)
 
-    def check(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    def check(
+        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, where: str = "parentheses"
+    ) -> None:
         """Raises UsageError for ids the model has not, or that ordinary text can become.
 
         Special tokens never come of text that is tokenized as text (``split_special_tokens``), nor
@@ -77,14 +78,14 @@ class Parentheses:
             token_id = getattr(self, name)
             if token_id >= vocab_size:
                 raise UsageError(
-                    f"parentheses: {name}: expected an id below {vocab_size}, got {token_id}"
+                    f"{where}: {name}: expected an id below {vocab_size}, got {token_id}"
                 )
             if name == "pad" or token_id not in known:
                 continue
             text = tokenizer.convert_ids_to_tokens(token_id)
             if token_id not in special or token_id == tokenizer.unk_token_id:
                 raise UsageError(
-                    f"parentheses: {name}: ordinary text can become token {token_id} ({text!r}); "
+                    f"{where}: {name}: ordinary text can become token {token_id} ({text!r}); "
                     f"expected a special token or one that the tokenizer does not have"
                 )
 
@@ -143,3 +144,8 @@ class Parentheses:
         plain = np.array(ids)
         plain[marks * block_size] = self.pad
         return layout_from_tokens(plain, () if scope == "full" else spans, block_size, scope)
+
+
+def _check_ids(ids: tuple[int, ...], where: str) -> None:
+    if len(set(ids)) != len(ids) or min(ids) < 0:
+        raise UsageError(f"{where}: expected four different token ids, got {ids}")

