@@ -1,7 +1,7 @@
 """Hybrid models on vLLM: the first request that parts from a cached prompt, kvspan and stock.
 
 Runs where vLLM is installed. Two engines of the same settings (mode "align", prefix caching on,
-eager, bfloat16, each in a process of its own, one after the other): stock vLLM, and vLLM with
+eager, bfloat16, each in a process of its own, asked turn by turn): stock vLLM, and vLLM with
 kvspan's connector.
 
 hits: cached tokens of the first request that shares some tokens with one before it.
@@ -19,9 +19,7 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +29,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+from vllm_turns import Remote, in_turns, processor, summary
 
 STUBS = Path(__file__).parent.parent / "tests/vllm/stubs"
 ENVIRONMENT = {
@@ -109,10 +108,10 @@ class Engine:
         self.policies: tuple[str | None, ...] = ("exact", "ratio:0.05") if kvspan else (None,)
         if kvspan and decay:
             self.policies += ("bounded:1e-3",)
-        self.generator = torch.Generator().manual_seed(1)
+        self.generator = torch.Generator()
 
     def tokens(self, count: int) -> list[int]:
-        """Other ones each time; the same ones for both engines."""
+        """Other ones each time."""
         return torch.randint(1, VOCAB, (count,), generator=self.generator).tolist()
 
     def ask(
@@ -139,134 +138,124 @@ class Engine:
             core.scheduler.connector.reset_cache()
 
 
-def hits(engine: Engine) -> list[dict[str, int]]:
-    rows = []
-    for length, shared, unique in HITS:
-        for m in shared:
-            engine.forget()
-            base = engine.tokens(length)
-            engine.ask([base + engine.tokens(unique)])
-            _, (cached,) = engine.ask([base[:m] + engine.tokens(unique)])
-            rows.append({"shared": m, "prompt": m + unique, "cached": cached})
-    return rows
+    def hits(self, seed: int) -> list[dict[str, int]]:
+        self.generator.manual_seed(seed)
+        rows = []
+        for length, shared, unique in HITS:
+            for m in shared:
+                self.forget()
+                base = self.tokens(length)
+                self.ask([base + self.tokens(unique)])
+                _, (cached,) = self.ask([base[:m] + self.tokens(unique)])
+                rows.append({"shared": m, "prompt": m + unique, "cached": cached})
+        return rows
+
+    def ttft(self, length: int, seed: int) -> dict[str, tuple[float, int]]:
+        """(seconds, cached tokens) by policy.
+
+        Of requests that part at a token of their own, each the first to do so.
+        """
+        self.generator.manual_seed(seed)
+        self.forget()
+        base = self.tokens(length)
+        self.ask([base + self.tokens(SUFFIX)])
+        found = {}
+        for i, policy in enumerate(self.policies):
+            m = length - 37 - 101 * i
+            seconds, (cached,) = self.ask([base[:m] + self.tokens(SUFFIX)], 1, policy)
+            found[policy or "stock"] = (seconds, cached)
+        return found
+
+    def ordinary(self, seed: int) -> float:
+        """Seconds for 8 prompts of 1,024 tokens and 32 tokens of answer; nothing shared."""
+        self.generator.manual_seed(seed)
+        prompts = [self.tokens(1024) for _ in range(8)]
+        time.sleep(0.5)  # until the other engine's threads no longer spin
+        return self.ask(prompts, 32)[0]
 
 
-def ttft(engine: Engine, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """Seconds of requests that part at a token of their own, each the first to do so."""
-    rows: list[dict[str, Any]] = []
-    policies = engine.policies
-    for length in lengths:
-        times: dict[str | None, list[float]] = {policy: [] for policy in policies}
-        hit: dict[str | None, int] = {}
-        for _ in range(repeats):
-            engine.forget()
-            base = engine.tokens(length)
-            engine.ask([base + engine.tokens(SUFFIX)])
-            for i, policy in enumerate(policies):
-                m = length - 37 - 101 * i
-                seconds, (cached,) = engine.ask([base[:m] + engine.tokens(SUFFIX)], 1, policy)
-                times[policy].append(seconds)
-                hit[policy] = cached
-        for policy in policies:
-            rows.append({
-                "tokens": length,
-                "policy": policy or "stock",
-                "cached": hit[policy],
-                "median_s": statistics.median(times[policy]),
-                "min_s": min(times[policy]),
-                "max_s": max(times[policy]),
-            })  # fmt: skip
-            print(
-                f"  {length:6d} {policy or 'stock':12s} {rows[-1]['median_s']:8.3f} s", flush=True
-            )
-    return rows
-
-
-def ordinary(engine: Engine, rounds: int) -> list[float]:
-    """Seconds of rounds of 8 prompts of 1,024 tokens and 32 tokens of answer; nothing shared."""
-    engine.forget()
-    engine.ask([engine.tokens(1024) for _ in range(8)], 32)
-    return [engine.ask([engine.tokens(1024) for _ in range(8)], 32)[0] for _ in range(rounds)]
-
-
-def run(folder: str, kvspan: bool, args: argparse.Namespace) -> dict[str, Any]:
-    """One engine's figures."""
-    import vllm
-
-    engine = Engine(folder, kvspan, max(*args.lengths, 4096) + 1024, args.decay)
+def measure(folder: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of both engines."""
+    longest = max(*args.lengths, 4096) + 1024
+    stock, kvspan = (
+        Remote(args.threads, Engine, folder, own, longest, args.decay) for own in (False, True)
+    )
+    hits = in_turns(stock, kvspan, 1, "hits")
+    in_turns(stock, kvspan, 1, "ordinary")
+    ordinary = in_turns(stock, kvspan, args.rounds, "ordinary")
+    ttft: list[dict[str, Any]] = []
+    for length in args.lengths:
+        found = in_turns(stock, kvspan, args.repeats, "ttft", length)
+        for rounds in found.values():
+            for policy in rounds[0]:
+                times = summary([one[policy][0] for one in rounds])
+                ttft.append(
+                    {"tokens": length, "policy": policy, "cached": rounds[0][policy][1], **times}
+                )
+                print(f"  {length:6d} {policy:12s} {times['median']:8.3f} s", flush=True)
+    stock.close()
+    kvspan.close()
     return {
-        "vllm": vllm.__version__,
-        "threads": torch.get_num_threads(),
-        "hits": hits(engine),
-        "ordinary_s": ordinary(engine, args.rounds),
-        "ttft": ttft(engine, args.lengths, args.repeats),
+        "hits": {name: rounds[0] for name, rounds in hits.items()},
+        "ordinary_s": ordinary,
+        "ttft_s": ttft,
     }
 
 
-def run_apart(folder: str, engine: str) -> dict[str, Any]:
-    """`run` in a process of its own."""
-    print(engine, flush=True)
-    environment = {**ENVIRONMENT, **os.environ}
-    if importlib.util.find_spec("torchvision") is None:
-        paths = [str(STUBS), environment.get("PYTHONPATH")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    figures = Path(folder) / f"{engine}.json"
-    command = [sys.executable, __file__, *sys.argv[1:], "--engine", engine, "--model", folder]
-    subprocess.run([*command, "--json", str(figures)], env=environment, check=True)
-    return dict(json.loads(figures.read_text()))
-
-
-def report(stock: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:
+def report(figures: dict[str, Any]) -> None:
+    """Prints tables, and puts the ratios into the figures."""
     print("\nFirst request that parts: cached tokens\n  shared  of prompt   stock  kvspan")
-    for a, b in zip(stock["hits"], own["hits"], strict=True):
+    for a, b in zip(figures["hits"]["stock"], figures["hits"]["kvspan"], strict=True):
         print(f"  {a['shared']:6d}  {a['prompt']:9d}  {a['cached']:6d}  {b['cached']:6d}")
-    base = {row["tokens"]: row for row in stock["ttft"]}
+    rows = figures["ttft_s"]
+    base = {row["tokens"]: row["median"] for row in rows if row["policy"] == "stock"}
     print(
         "\nTime to first token\n  tokens  policy        cached   seconds   stock / kvspan   target"
     )
-    ratios = []
-    for row in (*stock["ttft"], *own["ttft"]):
-        ratio = base[row["tokens"]]["median_s"] / row["median_s"]
-        target = TARGETS.get(row["tokens"], 0.0)
-        ratios.append({"tokens": row["tokens"], "policy": row["policy"], "ratio": ratio})
+    for row in rows:
+        row["ratio"] = base[row["tokens"]] / row["median"]
         print(
-            f"  {row['tokens']:6d}  {row['policy']:12s}  {row['cached']:6d}  {row['median_s']:8.3f}"
-            f"  {ratio:14.2f}x  {target:6.1f}x"
+            f"  {row['tokens']:6d}  {row['policy']:12s}  {row['cached']:6d}  {row['median']:8.3f}"
+            f"  {row['ratio']:14.2f}x  {TARGETS.get(row['tokens'], 0.0):6.1f}x"
         )
-    ordinary = statistics.median(own["ordinary_s"]) / statistics.median(stock["ordinary_s"])
-    print(f"\nOrdinary requests: kvspan takes {ordinary:.3f} of stock's time (target 1.02 at most)")
-    ratios.append({"policy": "ordinary", "time_of_stock": ordinary})
-    return ratios
+    seconds = figures["ordinary_s"]
+    if not seconds["stock"]:
+        return
+    ratios = [b / a for a, b in zip(seconds["stock"], seconds["kvspan"], strict=True)]
+    figures["ordinary_time_of_stock"] = summary(ratios)
+    print(
+        f"\nOrdinary requests: kvspan takes {statistics.median(ratios):.3f} of stock's time, pairs "
+        f"{min(ratios):.3f} to {max(ratios):.3f} (target: a median of 1.02 at most)"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=5, help="of ordinary requests")
+    parser.add_argument("--rounds", type=int, default=20, help="of ordinary requests")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument(
         "--decay", action="store_true", help="keep decays, and replay within a bound, too"
     )
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--machine", default=platform.machine(), help="its name, for the file")
-    parser.add_argument("--engine", choices=("stock", "kvspan"), help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--machine", default=processor(), help="its name, for the file")
     args = parser.parse_args()
-    if args.engine:
-        args.json.write_text(json.dumps(run(args.model, args.engine == "kvspan", args)))
-        return
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    if importlib.util.find_spec("torchvision") is None:
+        sys.path.append(str(STUBS))  # which a process that is spawned begins with
+        paths = [str(STUBS), os.environ.get("PYTHONPATH")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with tempfile.TemporaryDirectory() as folder:
         parameters = make_model(folder)
-        stock, own = (run_apart(folder, engine) for engine in ("stock", "kvspan"))
-    ratios = report(stock, own)
+        figures = measure(folder, args)
+    report(figures)
     if args.json:
         figures = {
-            "machine": args.machine,
-            "parameters": parameters,
-            "stock": stock,
-            "kvspan": own,
-            "ratios": ratios,
-        }
+            "machine": args.machine, "threads": args.threads, "parameters": parameters, **figures
+        }  # fmt: skip
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm_ttft import ANCHOR, Worker, _processor, layout_of, save_model, summary
+from vllm_ttft import ANCHOR, Worker, layout_of, save_model
+from vllm_turns import processor, summary
 
 STAGES = ("recompute", "device", "host")
 BYTES_PER_TOKEN = 8 * 2 * 2 * 64 * 4  # layers, keys and values, heads, head_dim, float32
@@ -100,7 +101,7 @@ def main() -> int:
             seconds = measure(worker, documents, repeats)
             ttft[documents] = {stage: summary(values) for stage, values in seconds.items()}
             ttft[documents]["tokens"] = layout_of(list(range(documents)), 0).num_tokens
-    machine = f"{_processor()}, {args.threads} threads, {args.dtype}"
+    machine = f"{processor()}, {args.threads} threads, {args.dtype}"
     print(table(ttft))
     sooner = [row["recompute"]["median"] / row["host"]["median"] for row in ttft.values()]
     print(f"{machine}; host against recompute: median {statistics.median(sooner):.1f}x")

@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from itertools import count
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from vllm_turns import Remote, in_turns, processor, summary
 
 BLOCK, ANCHOR, QUESTION, DOCUMENT = 32, 64, 30, 2857
 VOCAB = 8192
@@ -146,36 +144,6 @@ class Worker:
             raise RuntimeError("the prefix cache could not be emptied")
 
 
-def serve(pipe: Connection, threads: int, *args: Any) -> None:
-    """Body of a worker's process: calls of `Worker`'s methods by name, until None comes."""
-    import torch
-
-    torch.set_num_threads(threads)
-    worker = Worker(*args)
-    pipe.send("ready")
-    while call := pipe.recv():
-        name, values = call
-        pipe.send(getattr(worker, name)(*values))
-
-
-class Remote:
-    def __init__(self, threads: int, *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(other, threads, *args), daemon=True)
-        self.process.start()
-        other.close()
-        self.pipe.recv()
-
-    def __call__(self, name: str, *values: Any) -> Any:
-        self.pipe.send((name, values))
-        return self.pipe.recv()
-
-    def close(self) -> None:
-        self.pipe.send(None)
-        self.process.join()
-
-
 def measure(stock: Remote, kvspan: Remote, documents: int, repeats: int) -> dict[str, list[float]]:
     """Seconds to the first token, per stage and repeat."""
     seconds: dict[str, list[float]] = {stage: [] for stage in _STAGES}
@@ -194,10 +162,6 @@ def measure(stock: Remote, kvspan: Remote, documents: int, repeats: int) -> dict
             file=sys.stderr,
         )
     return seconds
-
-
-def summary(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def table(ttft: dict[int, dict[str, Any]]) -> str:
@@ -239,15 +203,6 @@ def plot(ttft: dict[int, dict[str, Any]], machine: str, file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--documents", type=int, nargs="+", default=[1, 2, 4, 8, 16])
@@ -271,7 +226,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder)
         stock, kvspan = (
-            Remote(args.threads, folder, with_kvspan, max(args.documents), args.dtype)
+            Remote(args.threads, Worker, folder, with_kvspan, max(args.documents), args.dtype)
             for with_kvspan in (False, True)
         )
         for remote in (stock, kvspan):  # warm
@@ -283,15 +238,11 @@ def main() -> int:
             seconds = measure(stock, kvspan, documents, repeats)
             ttft[documents] = {stage: summary(values) for stage, values in seconds.items()}
             ttft[documents]["tokens"] = layout_of(list(range(documents)), 0).num_tokens
-        rates: dict[str, list[float]] = {"stock": [], "kvspan": []}
-        for i in range(args.rounds if args.requests else 0):
-            # Each goes first in turn, so that neither gains from the other's heat.
-            pair = [("stock", stock), ("kvspan", kvspan)]
-            for name, remote in pair if i % 2 else pair[::-1]:
-                rates[name].append(remote("throughput", args.requests, i))
+        rounds = args.rounds if args.requests else 0
+        rates = in_turns(stock, kvspan, rounds, "throughput", args.requests)
         stock.close()
         kvspan.close()
-    machine = f"{_processor()}, {args.threads} threads, {args.dtype}"
+    machine = f"{processor()}, {args.threads} threads, {args.dtype}"
     print(table(ttft))
     report: dict[str, Any] = {"machine": machine, "document_tokens": DOCUMENT, "ttft_s": ttft}
     if rates["stock"]:
