@@ -96,8 +96,10 @@ async def arun_bulk(
     window: queries that are read and ordered at a time. parallel: queries that run at the same
         time. reorder: False runs them as they come. lenient: see ``kvspan.query.read``.
 
-    A query that cannot be read or run is a result with an error; it stops nothing. Raises
-    UsageError for files that cannot be read or written.
+    A query that cannot be read or run is a result with an error; it stops nothing, and a model that
+    cannot be opened is tried once. If that is the option ``model``, which all queries need, its
+    error is raised before anything is written. Raises UsageError for files that cannot be read or
+    written.
     """
     if window < 1 or parallel < 1:
         raise UsageError("bad window or parallel", expected="1 or more", found="less")
@@ -116,24 +118,24 @@ async def arun_bulk(
     path, out = Path(source), Path(output)
     total, digest = await asyncio.to_thread(_survey, path, settings)
     journal = Journal(out, digest, overwrite, source=path)
-    opened = SharedEngines(open)
-    tally = _Tally(journal.done_before, journal.failed_before)
-    try:
-        report = on_progress or (lambda done, total: None)
-        report(journal.done_before, total)
-        bulk = _Bulk(engine, opened, lenient, seed, options, parallel, reorder)
-        for lines in _windows(path, window, skip=journal.written):
-            kept = journal.kept
-            missing = [line for line in lines if line[0] not in kept]
-            async for result in bulk.run(missing):
-                tally.add(result)
-                journal.add(result)
-                report(tally.resumed + tally.queries, total)
-            journal.flush([index for index, _, _ in lines])
-        journal.finish()
-    finally:
-        journal.close()
-        opened.close()
+    with contextlib.closing(SharedEngines(open)) as opened:
+        if total and engine is None and (model := options.get("model")):
+            await asyncio.to_thread(opened, model)
+        journal.begin()
+        with contextlib.closing(journal):
+            tally = _Tally(journal.done_before, journal.failed_before)
+            report = on_progress or (lambda done, total: None)
+            report(journal.done_before, total)
+            bulk = _Bulk(engine, opened, lenient, seed, options, parallel, reorder)
+            for lines in _windows(path, window, skip=journal.written):
+                kept = journal.kept
+                missing = [line for line in lines if line[0] not in kept]
+                async for result in bulk.run(missing):
+                    tally.add(result)
+                    journal.add(result)
+                    report(tally.resumed + tally.queries, total)
+                journal.flush([index for index, _, _ in lines])
+            journal.finish()
     return tally.summary(total)
 
 

@@ -13,7 +13,7 @@ from kvspan.errors import UsageError
 
 
 class Journal:
-    """The output and, until it is complete, the journal beside it.
+    """The output and, until it is complete, the journal beside it. Writes nothing before `begin`.
 
     The journal's first line says which run it is of; the others are results in the order they came,
     of the window that is not yet in the output. ``written``: results in the output. ``kept``: the
@@ -28,6 +28,7 @@ class Journal:
         self.out = out
         self.path = out.with_name(out.name + ".journal")
         self.digest = digest
+        self.overwrite = overwrite
         self.kept: dict[int, str] = {}
         self.written = self.failed_before = 0
         for path in (out, self.path):
@@ -42,26 +43,33 @@ class Journal:
                     expected="an output other than the input",
                     found="the same file",
                 )
-        started = self.path.exists()
-        if out.exists() and not (started or overwrite):
+        self.started = self.path.exists()
+        if out.exists() and not (self.started or overwrite):
             raise UsageError(
                 "the output is there already (--overwrite replaces it)", source=str(out)
             )
-        if started and not overwrite:
+        if self.started and not overwrite:
             self._check_run()
+        folder = out.parent
+        if not os.access(folder, os.W_OK | os.X_OK):
+            reason = "no permission" if folder.is_dir() else "no such folder"
+            raise UsageError(f"cannot write the output: {reason}", source=str(folder))
+
+    def begin(self) -> None:
+        """Open the output, and go on from an earlier run or start anew. UsageError as above."""
         try:
-            self.output = out.open("ab")
+            self.output = self.out.open("ab")
             self._lock()
-            if overwrite:
+            if self.overwrite:
                 self.path.unlink(missing_ok=True)
                 self.output.truncate(0)
-            elif started:
+            elif self.started:
                 self._resume()
             self.done_before = self.written + len(self.kept)
             self._restart()
         except OSError as error:
             reason = error.strerror or str(error)
-            raise UsageError(f"cannot write the output: {reason}", source=str(out)) from None
+            raise UsageError(f"cannot write the output: {reason}", source=str(self.out)) from None
 
     def _lock(self) -> None:
         """Held until the file is closed or the process ends, however it ends."""

@@ -13,7 +13,8 @@ from kvspan import cli_options
 EPILOG = """\
 A line of IN is a query in JSON, or {"id": ..., "query": ...}. OUT gets one line for each, in the
 same order: {"index", "id", "answers", "usage"}, or {"index", "id", "error"} for a query that could
-not be read or run. Queries that share fragments run close in time; that changes no answer.
+not be read or run; a --model that cannot be loaded ends the command before OUT is touched. Queries
+that share fragments run close in time; that changes no answer.
 
 A run that was interrupted goes on where it stopped when the same command is given again; until it
 is complete, OUT.journal lies beside OUT. Exit status: 1 if any query failed.
@@ -47,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=16,
         metavar="N",
         help="calls of one query that may run at the same time (default %(default)s)",
+    )
+    add(
+        "--keep-going",
+        action="store_true",
+        help="after a call of a query has failed, run what does not depend on it; its result then "
+        'has "failures" beside "answers"',
     )
     add("--audit", metavar="FILE", help="append a record of every request to FILE (JSON Lines)")
     cli_options.add_query_options(parser)
@@ -86,6 +93,7 @@ def main(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             **cli_options.run_options(args),
             retriever=retriever,
+            keep_going=args.keep_going,
             on_audit=audit,
         )
     if args.json:

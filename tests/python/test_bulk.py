@@ -193,6 +193,48 @@ def test_errors_are_results(tmp_path) -> None:
     assert (summary.queries, summary.failed) == (7, 6)
 
 
+def test_a_model_that_cannot_be_opened_is_tried_once(tmp_path) -> None:
+    tried: list[str] = []
+
+    def opener(model: str) -> FakeEngine:
+        tried.append(model)
+        if model == "bad":
+            raise KvspanError("model bad: cannot be loaded")
+        return FakeEngine()
+
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    models = ("bad", "M", "bad", "bad", "M")
+    source.write_text("".join(to_json(g(model, "hello")) + "\n" for model in models))
+    summary = run_bulk(source, out, open=opener)
+    assert sorted(tried) == ["M", "bad"] and (summary.queries, summary.failed) == (5, 3)
+    found = ["answers" in record for record in read(out)]
+    assert found == [model == "M" for model in models]
+    # All queries need this one: there is nothing to go on with, and no result to keep.
+    before = out.read_bytes()
+    for target in (out, tmp_path / "new.jsonl"):
+        tried.clear()
+        with pytest.raises(KvspanError, match="model bad: cannot be loaded"):
+            run_bulk(source, target, open=opener, model="bad", overwrite=True)
+        assert tried == ["bad"]
+    assert out.read_bytes() == before and sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
+
+
+def test_keep_going_is_an_option_of_the_command(tmp_path, monkeypatch) -> None:
+    def answer(request) -> str:
+        if "bad luck" in prompt_text(request.prompt):
+            raise KvspanError("out of luck")
+        return "ok"
+
+    monkeypatch.setattr(cli_options, "open_engine_with", lambda *_: FakeEngine(answer))
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(to_json(plus(g("M", "fine"), g("M", "bad luck"))))
+    words = ["bulk", str(source), "-o", str(out), "--overwrite", "--quiet"]
+    assert cli.main(words) == 1 and "answers" not in read(out)[0]
+    assert cli.main([*words, "--keep-going"]) == 1
+    (record,) = read(out)
+    assert record["answers"] == ["ok"] and len(record["failures"]) == 1
+
+
 def test_an_unknown_option_is_said_before_anything_is_written(tmp_path) -> None:
     source = write_queries(tmp_path / "in.jsonl", 1)
     said = r"^unknown option 'paralel' \(did you mean parallel\?\); expected one of engine, open, "

@@ -6,21 +6,32 @@ import threading
 from collections.abc import Callable
 
 from kvspan.engine import Engine, open_engine
+from kvspan.errors import KvspanError
 
 
 class SharedEngines:
-    """Opens the engine of each model when it is first needed, once for all queries."""
+    """Opens the engine of each model when it is first needed, once for all queries.
+
+    A model that cannot be opened is not tried again: that takes long, and would end the same way.
+    """
 
     def __init__(self, open: Callable[[str], Engine] | None) -> None:
         self.open = open
         self.engines: dict[str, Engine] = {}
+        self.failed: dict[str, KvspanError] = {}
         self.lock = threading.Lock()
 
     def __call__(self, model: str) -> Engine:
         """An engine that its user may close without closing it for others."""
         with self.lock:
+            if model in self.failed:
+                raise self.failed[model].with_traceback(None)
             if model not in self.engines:
-                self.engines[model] = (self.open or open_engine)(model)
+                try:
+                    self.engines[model] = (self.open or open_engine)(model)
+                except KvspanError as error:
+                    self.failed[model] = error
+                    raise
         return _Borrowed(self.engines[model])
 
     def close(self) -> None:
