@@ -97,9 +97,8 @@ class Machine:
     def nothing_is_held(self) -> None:
         tier = self.store.tier
         tier.flush()  # what waits for the disk is pinned, too
-        assert not any(e.pins for e in tier._entries.values())
-        held = sum(len(e.pages) for e in tier._entries.values())
-        assert held == tier._pool.num_pages - tier._pool.num_free
+        assert not tier.pinned_bytes()
+        assert tier.held_bytes()[0] == tier.stats().memory.bytes, "all of it can be found"
 
     def work(self, work: Work, tokens: list[int], start: int) -> None:
         position = start
@@ -290,7 +289,7 @@ def test_memory_of_a_step_under_way_is_not_given_away() -> None:
     steps = [track.work(machine.store, i * 16, 16, table, 0, 40) for i in range(2)]
     track.begin(machine.store, tokens, 0)  # preempted, and scheduled anew
     other = [9] * 99
-    machine_pages = machine.store.tier._pool.num_pages
+    machine_pages = machine.store.tier.stats().memory.budget // GEOMETRY.page_bytes
     assert machine_pages == pages
     taken = [machine.store.open() for _ in range(pages)]
     assert sum(page is not None for page in taken) == pages - 4

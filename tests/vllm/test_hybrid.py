@@ -125,7 +125,8 @@ def drop_states(served: HybridServed) -> None:
 
 
 def pinned(served: HybridServed) -> int:
-    return sum(entry.pins for entry in served.side.store.tier._entries.values())
+    """Bytes of the tier."""
+    return served.side.store.tier.pinned_bytes()  # type: ignore[no-any-return]
 
 
 def split_at(served: HybridServed, m: int, suffix: list[int]) -> Answer:

@@ -121,8 +121,7 @@ def bits(output: RequestOutput) -> list[float]:
 def pinned(served: Served) -> int:
     """What is held in the pool (beside the null block) and in the tier."""
     pool = scheduler_of(served).kv_cache_manager.block_pool
-    entries = tier_of().tier._entries.values()
-    return sum(b.ref_cnt for b in pool.blocks if not b.is_null) + sum(e.pins for e in entries)
+    return sum(b.ref_cnt for b in pool.blocks if not b.is_null) + tier_of().tier.pinned_bytes()
 
 
 def piece_tokens(layout: SpanLayout) -> int:

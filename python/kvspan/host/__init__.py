@@ -29,8 +29,12 @@ The calls:
 ``view(key)``
     What is stored, in place: a :class:`View` with read-only ``pages``, pinned until ``release()``
     (or the end of ``with``). None if it is not there.
+``fetch(keys, then=)``
+    Brings entries from disk into memory in the background: a :class:`Fetch`, which pins them until
+    ``release()`` and says when it is ``done``. A caller that must not wait for a disk looks at
+    ``in_memory(key)``, fetches what is not, and takes ``view(key, from_disk=False)`` then.
 ``contains(key)``, ``stored_keys()``, ``nbytes(key)``, ``pin(key)``, ``unpin(key)``,
-``remove(key)``, ``flush()``, ``stats()``, ``close()``
+``remove(key)``, ``clear()``, ``flush()``, ``stats()``, ``close()``
     As they say. A pinned entry is not evicted; pins are counted. A removed entry is not found any
     more; its memory is free once its last pin is.
 
@@ -64,6 +68,7 @@ never wrong bytes.
 from kvspan.host.copying import CopyJob, CopyQueue
 from kvspan.host.disk import DiskLevel
 from kvspan.host.entries import Reservation, View
+from kvspan.host.reading import Fetch
 from kvspan.host.shared import SharedMemory, map_shared
 from kvspan.host.stats import HostStats, LevelStats
 from kvspan.host.tier import HostTier
@@ -72,6 +77,7 @@ __all__ = [
     "CopyJob",
     "CopyQueue",
     "DiskLevel",
+    "Fetch",
     "HostStats",
     "HostTier",
     "LevelStats",

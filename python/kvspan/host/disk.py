@@ -16,6 +16,9 @@ Files are read with ``preadv`` straight into the caller's memory and not through
 that somebody cuts short meanwhile is then an error, and not the end of the process (SIGBUS), and
 bytes are checked where they will be used.
 
+A disk may be slow: files are written, read and removed without the lock that lookups take, so that
+these wait for no file.
+
 One process at a time owns a directory (a lock file says so) and may write, evict and remove;
 others may open it with ``read_only=True`` at the same time, and find what the owner has stored.
 """
@@ -83,6 +86,7 @@ class DiskLevel:
         self._lock = threading.Lock()
         self._files: dict[bytes, FileInfo] = {}
         self._writing: set[bytes] = set()
+        self._doomed: list[Path] = []  # to be removed once the lock is free
         self._order = EvictionOrder()
         self._bytes = 0
         self._others: dict[Path, int] = {}  # files of other models and versions, the oldest first
@@ -96,6 +100,7 @@ class DiskLevel:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._own()
             self._scan()
+            self._remove_doomed()
         except OSError as error:
             self.close()
             raise KvspanError(f"cannot use {self.path} as host tier: {error.strerror}") from error
@@ -150,6 +155,7 @@ class DiskLevel:
             self._drop_other(self._path(key))
             self._make_room(file.file_bytes)
             self._bytes += file.file_bytes  # so that other writers do not take the same room
+        self._remove_doomed()
         try:
             self._put(self._path(key), head, pieces)
         except OSError as error:
@@ -173,18 +179,20 @@ class DiskLevel:
             False if it is not there or its file is bad; ``out`` may be written all the same.
         """
         path = self._path(key)
+        with self._lock:
+            known = self._files.get(key)
         try:
             files.read_file(path, key, self._fingerprint, out)
         except FileNotFoundError:
-            self._forget(key, None)
+            self._forget(key, known, None)
             return False
         except Ignored as why:
             _log.warning("%s: not used: %s", path, why)
-            self._forget(key, str(why))
+            self._forget(key, known, str(why))
             return False
         except OSError as error:
             _log.warning("%s: cannot read: %s", path, error.strerror)
-            self._forget(key, "unreadable")
+            self._forget(key, known, "unreadable")
             return False
         with self._lock:
             self._stats.hits += 1
@@ -199,6 +207,7 @@ class DiskLevel:
         with self._lock:
             if key in self._files and not self.read_only:
                 self._drop(key)
+        self._remove_doomed()
 
     def stats(self) -> LevelStats:
         """A snapshot."""
@@ -221,7 +230,8 @@ class DiskLevel:
         with self._lock:
             return Counter(self._ignored)
 
-    # What follows, but for _own and _scan, is called with the lock held where it changes anything.
+    # What follows, but for _own, _scan and what says so, is called with the lock held where it
+    # changes anything.
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
@@ -312,26 +322,35 @@ class DiskLevel:
         """Removes a file of another model or version, if that is what is there."""
         if path in self._others:
             self._others_bytes -= self._others.pop(path)
-            self._unlink(path)
+            self._doomed.append(path)
 
     def _drop(self, key: bytes) -> None:
         file = self._files.pop(key)
         self._order.discard(key)
         self._bytes -= file.file_bytes
-        self._unlink(self._path(key))
+        self._doomed.append(self._path(key))
 
-    def _forget(self, key: bytes, reason: str | None) -> None:
+    def _forget(self, key: bytes, known: FileInfo | None, reason: str | None) -> None:
+        """Without the lock: the file that was `known` cannot be used, unless it is another now or,
+        after the end, another process's."""
         with self._lock:
             if reason:
                 self._ignored[reason] += 1
-            if self.read_only:
+            if self._lock_file is None or known is None or self._files.get(key) is not known:
                 return
-            file = self._files.pop(key, None)
-            if file:
-                self._order.discard(key)
-                self._bytes -= file.file_bytes
+            del self._files[key]
+            self._order.discard(key)
+            self._bytes -= known.file_bytes
             if reason in ("torn", "checksum"):
-                self._unlink(self._path(key))
+                self._doomed.append(self._path(key))
+        self._remove_doomed()
+
+    def _remove_doomed(self) -> None:
+        """Without the lock. A file that was written anew just then may go with it: it is a miss."""
+        with self._lock:
+            doomed, self._doomed = self._doomed, []
+        for path in doomed:
+            self._unlink(path)
 
     def _unlink(self, path: Path) -> None:
         if not self.read_only:

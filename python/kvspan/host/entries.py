@@ -19,6 +19,7 @@ class Entry:
         nbytes: its length.
         cost: FLOPs that a hit saves.
         pages: its pages, in order.
+        spans: where its bytes lie in the level's memory.
         pins: who uses it; it is evicted only at 0.
         uses: its store, and hits since.
         removed: not found, any more or yet; its pages are freed with its last pin.
@@ -30,6 +31,7 @@ class Entry:
     nbytes: int
     cost: float
     pages: list[int]
+    spans: Spans
     pins: int = 0
     uses: int = 1
     removed: bool = False

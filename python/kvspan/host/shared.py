@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 
 import numpy as np
 
-from kvspan.host.pages import Bytes
+from kvspan.host.pages import Bytes, ask_huge_pages, provide
 
 
 class SharedMemory:
@@ -18,17 +17,18 @@ class SharedMemory:
     ends, and nothing stays in ``/dev/shm``, whose size is no limit either.
 
     Args:
-        nbytes: 1 or more. The system provides it page by page as it is first written.
+        nbytes: 1 or more.
+        provided: have the system provide all of it now, not page by page as it is first written.
 
     Attributes:
         memory: uint8 [nbytes].
         name: to map it by, while this process lives and :meth:`close` has not been called.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, provided: bool = False) -> None:
         self._fd = os.memfd_create("kvspan", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, nbytes)
-        self.memory = _map(self._fd, nbytes)
+        self.memory = _map(self._fd, nbytes, provided=provided)
         self.name = f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def close(self) -> None:
@@ -50,14 +50,15 @@ def map_shared(name: str, nbytes: int) -> Bytes:
         size = os.fstat(fd).st_size
         if size != nbytes:
             raise ValueError(f"{name}: expected shared memory of {nbytes} bytes, found {size}")
-        return _map(fd, nbytes)
+        return _map(fd, nbytes, provided=False)
     finally:
         os.close(fd)
 
 
-def _map(fd: int, nbytes: int) -> Bytes:
+def _map(fd: int, nbytes: int, *, provided: bool) -> Bytes:
     memory = mmap.mmap(fd, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    if provided:
+        provide(memory)
+    else:
+        ask_huge_pages(memory)
     return np.frombuffer(memory, np.uint8)

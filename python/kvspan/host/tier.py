@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import queue
-import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from kvspan import _core
 from kvspan.host.disk import DiskLevel
 from kvspan.host.entries import Entry, Reservation, View
-from kvspan.host.eviction import EvictionOrder
-from kvspan.host.pages import Bytes, PagePool, anonymous_memory, as_bytes, copy_bytes
-from kvspan.host.stats import HostStats, LevelStats
+from kvspan.host.memory import MemoryLevel
+from kvspan.host.pages import Bytes, anonymous_memory, as_bytes, copy_bytes
+from kvspan.host.reading import DiskReader, Fetch
+from kvspan.host.stats import HostStats
+from kvspan.host.writing import DiskWriter
 
 _MAX_KEY_BYTES = 96  # twice as many letters must fit a file's name
 
@@ -66,30 +66,16 @@ class HostTier:
                     f"memory: expected at least {memory_bytes} bytes, got {len(arena)}"
                 )
         self._page_lock = _core.PageLock(arena[:memory_bytes]) if page_locked else None
-        self._pool = PagePool(arena[:memory_bytes], page_bytes)
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)  # of _pending_bytes and _loading
-        self._entries: dict[bytes, Entry] = {}
-        self._reserved: set[bytes] = set()
-        self._loading: set[bytes] = set()  # from the disk
-        self._order = EvictionOrder()  # of what is not pinned
-        self._evictable_pages = 0
-        self._stats = LevelStats(budget=self._pool.num_pages * page_bytes)
-        self._misses = 0
-        self._refusals: Counter[str] = Counter()
-        self._closed = False
+        self._memory = MemoryLevel(arena[:memory_bytes], page_bytes)
         self._disk = disk
-        self._max_pending_bytes = (
-            memory_bytes // 4 if max_pending_bytes is None else max_pending_bytes
-        )
-        self._pending_bytes = 0
-        self._to_write: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
-        self._writer: threading.Thread | None = None
+        self._reader = DiskReader(self._memory, disk)
+        self._writer: DiskWriter | None = None
         if disk and not disk.read_only:
-            self._writer = threading.Thread(
-                target=self._write_entries, name="kvspan-host-disk", daemon=True
-            )
-            self._writer.start()
+            if max_pending_bytes is None:
+                max_pending_bytes = memory_bytes // 4
+            self._writer = DiskWriter(self._memory, disk, max_pending_bytes)
+        self._misses = 0
+        self._closed = False
 
     def put(self, key: bytes, parts: Any, *, cost: float, kind: str = "span") -> bool:
         """Stores a copy of the parts, one after the other, under a key.
@@ -107,7 +93,7 @@ class HostTier:
             ValueError, TypeError: for arguments that cannot be used, or a tier that is closed.
         """
         pieces = _pieces(parts, "parts")
-        if self._in_memory(key):
+        if self.in_memory(key):
             return True
         reservation = self.reserve(key, sum(map(len, pieces)), cost=cost, kind=kind)
         if reservation is None:
@@ -139,15 +125,15 @@ class HostTier:
         if nbytes < 1:
             raise ValueError(f"nbytes: expected 1 or more, got {nbytes}")
         _check_cost(cost)
-        entry = self._reserve(key, nbytes, cost, kind)
+        self._check_open()
+        entry = self._memory.reserve(key, nbytes, cost, kind)
         if entry is None:
             return None
-        spans = self._pool.spans(entry.pages, nbytes)
         return Reservation(
-            self._pool.pieces(spans),
-            spans,
+            self._memory.pieces(entry),
+            entry.spans,
             partial(self._publish, entry),
-            partial(self._settle, entry, to_disk=True),
+            partial(self._settle, entry),
         )
 
     def get(self, key: bytes, out: Any) -> bool:
@@ -170,7 +156,7 @@ class HostTier:
         nbytes = self.nbytes(key)
         if nbytes not in (None, size):
             raise ValueError(f"out: expected {nbytes} bytes, got {size}")
-        entry = self._find(key)
+        entry = self._reader.find(key)
         if entry:
             with self._view(entry) as view:
                 copy_bytes(view.pages, pieces)
@@ -181,8 +167,12 @@ class HostTier:
             self._miss()
         return found
 
-    def view(self, key: bytes) -> View | None:
+    def view(self, key: bytes, *, from_disk: bool = True) -> View | None:
         """An entry in place, brought into memory from the disk if that is where it is.
+
+        Args:
+            key: an entry's.
+            from_disk: False: only if it is in memory; this never waits for the disk then.
 
         Returns:
             None if it is not there, or on disk and there is no memory for it.
@@ -190,30 +180,53 @@ class HostTier:
         Raises:
             ValueError: if the tier is closed.
         """
-        entry = self._find(key)
+        self._check_open()
+        entry = self._reader.find(key) if from_disk else self._memory.find(key)
         if entry is None:
             self._miss()
             return None
         return self._view(entry)
 
+    def fetch(self, keys: Sequence[bytes], then: Callable[[Fetch], None] | None = None) -> Fetch:
+        """Begins to bring entries into memory; the disk is read in the background, a few files at a
+        time, in this order and after what others have asked for.
+
+        Args:
+            keys: entries'; those that are nowhere are passed over.
+            then: called once all of them are in memory or cannot be had (:attr:`Fetch.done`): by
+                the thread that has read the last one, or by this one if there is nothing to read.
+                Not after :meth:`Fetch.release`, and not once the tier is closed.
+
+        Returns:
+            What pins those that are there, and later those that come, until its ``release()``.
+
+        Raises:
+            ValueError: if the tier is closed.
+        """
+        self._check_open()
+        return self._reader.fetch(keys, then)
+
     def contains(self, key: bytes) -> bool:
         """Whether an entry is in memory or on disk."""
         return self.nbytes(key) is not None
 
+    def in_memory(self, key: bytes) -> bool:
+        """Whether an entry is in memory."""
+        self._check_open()
+        return self._memory.peek(key) is not None
+
     def nbytes(self, key: bytes) -> int | None:
         """An entry's length; None if it is not there."""
-        with self._lock:
-            self._check_open()
-            entry = self._entries.get(key)
-            if entry:
-                return entry.nbytes
+        self._check_open()
+        entry = self._memory.peek(key)
+        if entry:
+            return entry.nbytes
         return self._disk.nbytes(key) if self._disk else None
 
     def stored_keys(self) -> list[bytes]:
         """What is stored in memory or on disk, each key once."""
-        with self._lock:
-            self._check_open()
-            found = dict.fromkeys(self._entries)
+        self._check_open()
+        found = dict.fromkeys(self._memory.stored_keys())
         if self._disk:
             found.update(dict.fromkeys(self._disk.stored_keys()))
         return list(found)
@@ -224,7 +237,8 @@ class HostTier:
         Returns:
             False if it is not there.
         """
-        found = self._find(key) is not None
+        self._check_open()
+        found = self._reader.find(key) is not None
         if not found:
             self._miss()
         return found
@@ -235,43 +249,36 @@ class HostTier:
         Raises:
             ValueError: if the entry is not there or not pinned.
         """
-        with self._lock:
-            entry = self._entries.get(key)
+        with self._memory.lock:
+            entry = self._memory.peek(key)
             if entry is None or entry.pins == 0:
                 raise ValueError(f"key: expected a pinned entry, got {key.hex()}")
-            self._unpin_locked(entry)
+            self._memory.unpin(entry)
 
     def remove(self, key: bytes) -> None:
-        """Removes an entry from every level, if it is there."""
-        with self._lock:
-            self._check_open()
-            entry = self._entries.pop(key, None)
-            if entry:
-                entry.removed = True
-                if entry.pins == 0:
-                    self._order.discard(key)
-                    self._evictable_pages -= len(entry.pages)
-                    self._pool.give_back(entry.pages)
+        """Removes an entry from every level, if it is there, also one that is being read."""
+        self._check_open()
+        with self._memory.lock:
+            self._memory.remove(key)
+            self._reader.drop(key)
         if self._disk:
             self._disk.remove(key)
 
+    def clear(self) -> None:
+        """Removes all entries that can be found, or are being read."""
+        for key in {*self.stored_keys(), *self._reader.keys()}:
+            self.remove(key)
+
     def flush(self) -> None:
         """Returns once all that was stored before is on disk, or refused there."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._pending_bytes == 0)
+        if self._writer:
+            self._writer.flush()
 
     def stats(self) -> HostStats:
         """A snapshot."""
-        with self._lock:
-            by_kind: Counter[str] = Counter()
-            num_pages = 0
-            for entry in self._entries.values():
-                by_kind[entry.kind] += entry.nbytes
-                num_pages += len(entry.pages)
-            memory = LevelStats(**vars(self._stats))
-            memory.entries, memory.by_kind = len(self._entries), by_kind
-            memory.bytes = num_pages * self._pool.page_bytes
-            misses, refusals = self._misses, Counter(self._refusals)
+        with self._memory.lock:
+            memory = self._memory.stats()
+            misses, refusals = self._misses, Counter(self._memory.refusals)
         return HostStats(
             memory=memory,
             disk=self._disk.stats() if self._disk else None,
@@ -282,15 +289,18 @@ class HostTier:
 
     def held_bytes(self) -> tuple[int, int]:
         """Bytes in use in memory, and on disk; unlike :meth:`stats`, at no cost."""
-        with self._lock:
-            memory = (self._pool.num_pages - self._pool.num_free) * self._pool.page_bytes
-        return memory, self._disk.held_bytes() if self._disk else 0
+        return self._memory.held_bytes(), self._disk.held_bytes() if self._disk else 0
+
+    def pinned_bytes(self) -> int:
+        """Bytes of memory that nobody else could get now: of pinned entries, and of those that are
+        being written or read."""
+        return self._memory.pinned_bytes()
 
     def counts(self) -> tuple[int, Counter[str]]:
         """Evictions from memory, and refusals by reason (``file: ...``: of files on disk) so far;
         unlike :meth:`stats`, at no cost."""
-        with self._lock:
-            evictions, why = self._stats.evictions, Counter(self._refusals)
+        with self._memory.lock:
+            evictions, why = self._memory.evictions, Counter(self._memory.refusals)
         for reason, count in (self._disk.ignored() if self._disk else {}).items():
             why[f"file: {reason}"] = count
         return evictions, why
@@ -298,15 +308,16 @@ class HostTier:
     def close(self) -> None:
         """Writes what waits for the disk, and closes; a second call does nothing.
 
-        Views and reservations that are still out stay valid as memory, and no more than that.
+        Views and reservations that are still out stay valid as memory, and no more than that. What
+        waits to be read is not; what is being read is waited for, but for a few seconds only.
         """
-        with self._lock:
+        with self._memory.lock:
             if self._closed:
                 return
             self._closed = True
+        self._reader.close()
         if self._writer:
-            self._to_write.put(None)
-            self._writer.join()
+            self._writer.close()
         if self._disk:
             self._disk.close()
 
@@ -319,174 +330,30 @@ class HostTier:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _in_memory(self, key: bytes) -> bool:
-        with self._lock:
-            self._check_open()
-            return key in self._entries
-
-    def _reserve(self, key: bytes | None, nbytes: int, cost: float, kind: str) -> Entry | None:
-        """Memory for an entry, pinned once and not found yet; None if it is refused."""
-        count = self._pool.pages_for(nbytes)
-        with self._lock:
-            self._check_open()
-            why = None
-            if key is not None and (key in self._entries or key in self._reserved):
-                why = "exists"
-            elif count > self._pool.num_pages:
-                why = "too large"
-            elif count > self._pool.num_free + self._evictable_pages:
-                why = "pinned"
-            if why:
-                self._refusals[why] += 1
-                return None
-            while count > self._pool.num_free:
-                self._evict()
-            entry = Entry(key or b"", kind, nbytes, cost, self._pool.take(count), 1, removed=True)
-            if key is not None:
-                entry.reserved = True
-                self._reserved.add(key)
-            return entry
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this host tier is closed")
 
     def _publish(self, entry: Entry, key: bytes, cost: float) -> bool:
         """Lets an entry that is being written be found under a key, and no other."""
         _check_key(key)
         _check_cost(cost)
-        with self._lock:
-            self._check_open()
-            self._withdraw(entry)
-            if key in self._entries or key in self._reserved:
-                return False
-            entry.key, entry.cost, entry.removed = key, cost, False
-            self._entries[key] = entry
-            return True
+        self._check_open()
+        return self._memory.publish(entry, key, cost)
 
-    def _settle(self, entry: Entry, committed: bool, *, to_disk: bool) -> None:
-        """Ends what :meth:`_reserve` began."""
-        with self._lock:
-            key, reserved = entry.key, entry.reserved
-            if reserved or not committed:
-                self._withdraw(entry)
-            if committed and reserved:
-                entry.removed = False
-                self._entries[key] = entry
-            if not entry.removed:
-                self._stats.stores += 1
-                if to_disk and self._writer and not self._closed:
-                    if self._pending_bytes + entry.nbytes <= self._max_pending_bytes:
-                        self._pending_bytes += entry.nbytes
-                        self._to_write.put(entry)
-                        return  # the pin goes to the writer
-                    self._refusals["disk: too much waits"] += 1
-            self._unpin_locked(entry)
+    def _settle(self, entry: Entry, committed: bool) -> None:
+        """Ends a reservation."""
+        stored = self._memory.settle(entry, committed)
+        if stored and self._writer and self._writer.put(entry):
+            return  # the pin is the writer's
+        self._memory.unpin(entry)
 
     def _miss(self) -> None:
-        with self._lock:
+        with self._memory.lock:
             self._misses += 1
 
-    def _find(self, key: bytes) -> Entry | None:
-        """An entry, pinned, from the disk if need be; None also where memory has no room for it."""
-        with self._lock:
-            self._check_open()
-            self._changed.wait_for(lambda: key not in self._loading)
-            entry = self._entries.get(key)
-            if entry:
-                self._stats.hits += 1
-                entry.uses += 1
-                self._pin(entry)
-                return entry
-            if self._disk is None:
-                return None
-            self._loading.add(key)
-        try:
-            return self._load(key, self._disk)
-        finally:
-            with self._lock:
-                self._loading.discard(key)
-                self._changed.notify_all()
-
-    def _load(self, key: bytes, disk: DiskLevel) -> Entry | None:
-        described = disk.describe(key)
-        if described is None:
-            return None
-        entry = self._reserve(key, *described)
-        if entry is None:
-            return None
-        found = False
-        try:
-            spans = self._pool.spans(entry.pages, entry.nbytes)
-            found = disk.read(key, self._pool.pieces(spans))
-        finally:
-            entry.pins += found  # the caller's, besides the one that ends here
-            self._settle(entry, found, to_disk=False)
-        return entry if found else None
-
     def _view(self, entry: Entry) -> View:
-        spans = self._pool.spans(entry.pages, entry.nbytes)
-        return View(self._pool.pieces(spans), spans, partial(self._unpin, entry))
-
-    # With the lock held.
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ValueError("this host tier is closed")
-
-    def _evict(self) -> None:
-        key = self._order.pop()
-        assert key is not None, "fewer pages can be evicted than were counted"
-        entry = self._entries.pop(key)
-        self._evictable_pages -= len(entry.pages)
-        self._pool.give_back(entry.pages)
-        self._stats.evictions += 1
-
-    def _withdraw(self, entry: Entry) -> None:
-        """An entry that is being written is found no more, and its key is anyone's."""
-        if entry.reserved:
-            self._reserved.discard(entry.key)
-            entry.reserved = False
-        if not entry.removed:
-            del self._entries[entry.key]
-            entry.removed = True
-
-    def _pin(self, entry: Entry) -> None:
-        if entry.pins == 0:
-            self._order.discard(entry.key)
-            self._evictable_pages -= len(entry.pages)
-        entry.pins += 1
-
-    def _unpin_locked(self, entry: Entry) -> None:
-        entry.pins -= 1
-        if entry.pins > 0:
-            return
-        if entry.removed:
-            self._pool.give_back(entry.pages)
-            return
-        size = len(entry.pages) * self._pool.page_bytes
-        self._order.push(entry.key, entry.uses * entry.cost / size)
-        self._evictable_pages += len(entry.pages)
-
-    # Without it.
-
-    def _unpin(self, entry: Entry) -> None:
-        with self._lock:
-            self._unpin_locked(entry)
-
-    def _write_entries(self) -> None:
-        assert self._disk is not None
-        while entry := self._to_write.get():
-            why = None
-            if not entry.removed:
-                pieces = self._pool.pieces(self._pool.spans(entry.pages, entry.nbytes))
-                why = self._disk.write(entry.key, pieces, entry.cost, entry.kind)
-            with self._changed:
-                removed = entry.removed
-                if why:
-                    self._refusals[why] += 1
-                self._pending_bytes -= entry.nbytes
-                self._unpin_locked(entry)
-                if self._pending_bytes == 0:
-                    self._changed.notify_all()
-            if removed:  # while it was written
-                self._disk.remove(entry.key)
+        return View(self._memory.pieces(entry), entry.spans, partial(self._memory.unpin, entry))
 
 
 def _check_key(key: bytes) -> None:
