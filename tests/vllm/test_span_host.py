@@ -444,6 +444,8 @@ def test_what_cannot_be_is_said(hosted: Served, monkeypatch: pytest.MonkeyPatch)
     caches = {str(i): cache for i, cache in enumerate(tier_of()._caches)}
     with pytest.raises(UsageError, match=r"host_gib: no room for one block; expected 4.58e-05 or"):
         open_tier(config, HostSettings(1000, "", 0), caches, "cpu_vec", 0)
+    with pytest.raises(UsageError, match=r"host_gib: more memory than is free; expected .* or le"):
+        open_tier(config, HostSettings(2**60, "", 0), caches, "cpu_vec", 0)
 
 
 def test_two_workers_have_to_confirm(hosted: Served) -> None:

@@ -1,9 +1,12 @@
-"""What the host tiers of span and hybrid connectors have in common: whose files a folder holds."""
+"""What the host tiers of span and hybrid connectors have in common: memory, and whose files
+a folder holds."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from kvspan.errors import KvspanError, UsageError
 from kvspan.host import DiskLevel
@@ -24,7 +27,18 @@ def open_disk(path: str | Path, nbytes: int, fingerprint: bytes) -> DiskLevel:
 
 
 def check_room(host_bytes: int, least: int, what: str) -> None:
-    """UsageError where the setting `host_gib` leaves no room for one entry."""
+    """UsageError where the setting `host_gib` leaves no room for one entry, or is not to be had.
+
+    The memory is taken at the start, so that no request waits for it: the system ends a process
+    that asks for more than there is.
+    """
+    free = psutil.virtual_memory().available
+    if host_bytes > free:
+        raise UsageError(
+            f"{WHERE}.host_gib: more memory than is free",
+            expected=f"{free / 2**30:.3g} or less",
+            found=f"{host_bytes / 2**30:.3g}",
+        )
     if host_bytes < least:
         raise UsageError(
             f"{WHERE}.host_gib: no room for {what}",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvspan.host import HostTier
+from kvspan.host.pages import anonymous_memory
 from kvspan.ops import digest_fields
 from kvspan.vllm.host_disk import check_room, open_disk, weight_files, weights
 from kvspan.vllm.span_tier import SpanTier, block_bytes
@@ -93,9 +94,11 @@ def open_tier(
             vllm_config.cache_config.block_size, weights(vllm_config),
         )  # fmt: skip
         disk = open_disk(folder, settings.disk_bytes // workers, told)
+    nbytes = settings.memory_bytes // workers
     tier = HostTier(
-        settings.memory_bytes // workers,
+        nbytes,
         page_bytes=page,
+        memory=anonymous_memory(nbytes, provided=True),
         page_locked=tensors[0].is_cuda,
         disk=disk,
     )

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvspan.errors import KvspanError
 from kvspan.host import SharedMemory
-from kvspan.host.pages import anonymous_memory
+from kvspan.host.pages import Bytes, anonymous_memory
 from kvspan.hybrid.groups import layer_map
 from kvspan.vllm.hybrid.scheduling import Refusing, Scheduling
 from kvspan.vllm.hybrid.steps import Arena, ReplayMetadata, StepDone
@@ -79,22 +79,27 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         """With its host tier; KvspanError where the settings cannot be used."""
         config = self._vllm_config
         given = options(config)
-        shared = None
-        if config.parallel_config.distributed_executor_backend == "uni":
-            memory = LOCAL[self._engine] = anonymous_memory(given.host_bytes)
-        else:
-            shared = SharedMemory(given.host_bytes)
-            memory = shared.memory
+        shared: SharedMemory | None = None
+
+        def take_memory(nbytes: int) -> Bytes:
+            nonlocal shared
+            logger.info("kvspan: taking %.1f GiB of memory on the host", nbytes / 2**30)
+            if config.parallel_config.distributed_executor_backend == "uni":
+                LOCAL[self._engine] = anonymous_memory(nbytes, provided=True)
+                return LOCAL[self._engine]
+            shared = SharedMemory(nbytes, provided=True)
+            return shared.memory
+
+        store = make_store(config, caches, given, take_memory)
         arena = Arena(shared.name if shared else "", given.host_bytes, self._engine)
-        store = make_store(config, caches, given, memory)
         group = next(
             i
             for i, one in enumerate(caches.kv_cache_groups)
             if not isinstance(one.kv_cache_spec, MambaSpec)
         )
         logger.info(
-            "kvspan: prefix reuse at any token is on, policy %s, pages of %d tokens, %.1f GiB on "
-            "the host", given.policy_text, store.geometry.size, given.host_bytes / 2**30,
+            "kvspan: prefix reuse at any token is on, policy %s, pages of %d tokens",
+            given.policy_text, store.geometry.size,
         )  # fmt: skip
         layers = layer_map(config.model_config.hf_text_config.layer_types) if given.decay else None
         return Scheduling(caches, given, store, group, arena, shared, layers)

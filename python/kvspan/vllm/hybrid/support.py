@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -125,6 +125,7 @@ def make_geometry(
             one = sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
             state_bytes += one * len(group.layer_names)
     ranks = vllm_config.parallel_config.tensor_parallel_size
+    layers = layer_map(config.layer_types)
     cells = Cells(
         attention.kv_cache_spec.block_size,
         config.layer_types.count(LINEAR),
@@ -135,18 +136,25 @@ def make_geometry(
         size=attention.kv_cache_spec.block_size,
         layers=len(attention.layer_names),
         block_bytes=attention.kv_cache_spec.page_size_bytes,
-        streams=len(layer_map(config.layer_types).streams),
+        streams=len(layers.streams),
         row_bytes=config.hidden_size * (2 if options.pair else 1) * model.dtype.itemsize,
         state_bytes=state_bytes,
         ranks=ranks,
         cells=cells if options.decay else None,
+        groups=tuple(len(group.layers) for group in layers.groups),
     )
 
 
 def make_store(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options, memory: Bytes
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    options: Options,
+    take_memory: Callable[[int], Bytes],
 ) -> PageStore:
-    """Where pages and states are kept, in memory of `host_bytes`; UsageError if they do not fit."""
+    """Where pages and states are kept; UsageError if they do not fit.
+
+    take_memory: gives memory, uint8 [bytes asked for].
+    """
     model = vllm_config.model_config
     config = model.hf_text_config
     geometry = make_geometry(vllm_config, kv_cache_config, options)
@@ -160,6 +168,7 @@ def make_store(
             config.to_json_string(), repr(geometry), options.pair, weights(vllm_config),
         )  # fmt: skip
         disk = open_disk(options.disk, options.disk_bytes, told)
+    memory = take_memory(options.host_bytes)
     tier = HostTier(options.host_bytes, page_bytes=page, memory=memory, disk=disk)
     return PageStore(tier, geometry)
 
