@@ -328,6 +328,7 @@ class SpanHost:
         memory, disk = zip(*self._held_by.values(), strict=True) if self._held_by else ((), ())
         self.held_bytes = (sum(memory), sum(disk))
         self._stats().add("host_evictions", report.evictions)
+        self._stats().add("host_disk_seconds", report.read_s / self._num_workers)
         for reason, times in report.refused.items():
             self._stats().refuse_host(reason, times)
 

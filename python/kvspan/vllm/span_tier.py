@@ -3,7 +3,8 @@
 Every worker has a tier of its own for its own share of the model's heads, and does what the
 scheduler (`kvspan.vllm.span_host`) says step by step. An entry is one `Piece`: its blocks of the
 first layer in order, of the second, and so on, in vLLM's own layout. What goes wrong with one is
-reported as failed, and the scheduler takes it for a miss.
+reported as failed, and the scheduler takes it for a miss. No step waits for a disk: files that a
+load needs are read by the tier's threads, the last of which submits the copy.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import contextlib
 import logging
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from kvspan.host import CopyJob, CopyQueue, HostTier, Reservation
+from kvspan.host import CopyJob, CopyQueue, Fetch, HostTier, Reservation
 
 logger = logging.getLogger("vllm.kvspan")
 
@@ -40,7 +41,8 @@ class Transfer:
 
 @dataclass
 class HostStep:
-    """What the workers do in one step, in this order; `stores` after the forward pass.
+    """What the workers do in one step, in this order; `loads` after the step's moves, whose sources
+    may be the very blocks that are loaded into, and `stores` after the forward pass.
 
     settle: ids of transfers whose blocks are about to be written: of stores, which are waited for,
     and of loads, which are cancelled with all others of their submission. clear: whether all that
@@ -59,7 +61,8 @@ class HostReport:
 
     known: per worker, what it has at its start. gone: keys that a worker has dropped, some time
     ago. evictions: entries. refused: by reason, stores that the tier did not take, and files that
-    it did not use. held: bytes in memory and on disk, by worker.
+    it did not use. held: bytes in memory and on disk, by worker. read_s: seconds that loads waited
+    for files, of all workers together.
     """
 
     done: list[int] = field(default_factory=list)
@@ -69,6 +72,7 @@ class HostReport:
     evictions: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     held: dict[int, tuple[int, int]] = field(default_factory=dict)
+    read_s: float = 0.0
 
     def add(self, other: HostReport) -> None:
         self.done += other.done
@@ -79,6 +83,7 @@ class HostReport:
         for reason, count in other.refused.items():
             self.refused[reason] = self.refused.get(reason, 0) + count
         self.held.update(other.held)
+        self.read_s += other.read_s
 
 
 @dataclass
@@ -90,30 +95,37 @@ class _Store:
 
 
 class _Load:
-    """A submission of loads, made by a thread that may have to read files first."""
+    """A submission of loads: files to be read, if any, then a copy.
+
+    found: ids of those that are copied. failed: nothing will be.
+    """
 
     def __init__(self, transfers: list[Transfer]) -> None:
         self.transfers = transfers
-        self.done: list[int] = []
-        self.future: Future[None]
-        self._lock = threading.Lock()
-        self._cancelled = False
-        self._job: CopyJob | None = None
+        self.found: list[int] = []
+        self.fetch: Fetch | None = None
+        self.job: CopyJob | None = None
+        self.failed = False
+        self.read_s = 0.0
+        self.views = contextlib.ExitStack()
+        self.lock = threading.Lock()  # of what the thread that read last sets
 
-    def submit(self, queue: CopyQueue, src: list[Any], dst: list[Any], after: int) -> bool:
-        """Copies; False if it was cancelled."""
-        with self._lock:
-            if self._cancelled:
-                return False
-            self._job = queue.submit(src, dst, after=after)
-        return bool(self._job.wait())
+    @property
+    def state(self) -> str:
+        """Of its copy: ``pending`` before it, ``failed`` if there is none."""
+        with self.lock:
+            if self.job is None:
+                return "failed" if self.failed else "pending"
+            return self.job.state
 
     def cancel(self) -> None:
         """No byte is written any more once this returns."""
-        with self._lock:
-            self._cancelled = True
-        if self._job is not None:
-            self._job.cancel()
+        with self.lock:
+            self.failed = True
+        if self.fetch is not None:
+            self.fetch.release()
+        if self.job is not None:
+            self.job.cancel()
 
 
 class SpanTier:
@@ -130,8 +142,9 @@ class SpanTier:
         device = self._caches[0].device
         self._fence = torch.cuda.Stream(device) if device.type == "cuda" else None
         # Stores wait for the pass that computes them, and would hold up the loads behind them.
-        self._store_queue, self._load_queue = CopyQueue(str(device)), CopyQueue(str(device))
-        self._loader = ThreadPoolExecutor(1, "kvspan-span-load")
+        self._store_queue = CopyQueue(str(device))
+        # Loads have their memory already, on both sides.
+        self._load_queue = CopyQueue(str(device), max_bytes_queued=1 << 62)
         self._stores: list[_Store] = []
         self._loads: list[_Load] = []
         self._told = set(tier.stored_keys())
@@ -150,16 +163,18 @@ class SpanTier:
             if step.clear or any(transfer.id in settle for transfer in load.transfers):
                 load.cancel()
         if step.clear:
-            wait([load.future for load in self._loads])  # a file that is being read comes back else
             self._collect()
-            for key in self.tier.stored_keys():
-                self.tier.remove(key)
+            self.tier.clear()
             self._told.clear()
-        after = self._behind() if step.loads else 0
-        for transfers in step.loads:
+
+    def load(self, submissions: Sequence[list[Transfer]]) -> None:
+        """After the step's moves: begins its loads."""
+        after = self._behind() if submissions else 0
+        for transfers in submissions:
             load = _Load(transfers)
-            load.future = self._loader.submit(self._run, load, after)
             self._loads.append(load)
+            keys = [transfer.key for transfer in transfers]
+            load.fetch = self.tier.fetch(keys, partial(self._arrived, load, after))
 
     def keep(self, transfers: Sequence[Transfer]) -> None:
         """After the forward pass: its stores, in one submission; those without room are dropped."""
@@ -213,7 +228,6 @@ class SpanTier:
         """Ends what is under way: stores are finished, loads are not."""
         for load in self._loads:
             load.cancel()
-        self._loader.shutdown()
         for store in self._stores:
             with contextlib.suppress(RuntimeError):
                 store.job.wait()
@@ -222,28 +236,39 @@ class SpanTier:
         self._load_queue.close()
         self.tier.close()
 
-    def _run(self, load: _Load, after: int) -> None:
-        """Body of the loader's thread. What is not in load.done at its end has failed."""
-        with contextlib.ExitStack() as views:
-            src: list[Any] = []
-            dst: list[Any] = []
-            found = []
-            for transfer in load.transfers:
-                view = self.tier.view(transfer.key)
-                if view is None:
-                    continue
-                views.enter_context(view)
-                if view.nbytes != len(transfer.blocks) * self._block_bytes:
-                    logger.warning(
-                        "kvspan: host entry %s: expected %d bytes, got %d", transfer.key.hex(),
-                        len(transfer.blocks) * self._block_bytes, view.nbytes,
-                    )  # fmt: skip
-                    continue
-                src += view.pages
-                dst += self._blocks(transfer)
-                found.append(transfer.id)
-            if found and load.submit(self._load_queue, src, dst, after):
-                load.done = found
+    def _arrived(self, load: _Load, after: int, fetch: Fetch) -> None:
+        """All that a load needs is in memory, or cannot be had: copies what there is."""
+        with load.lock:
+            load.read_s = fetch.seconds if fetch.nbytes else 0.0
+            try:
+                if not load.failed:
+                    self._submit(load, after)
+            except (RuntimeError, ValueError) as error:
+                logger.warning("kvspan: bringing spans back from the host failed: %s", error)
+            finally:
+                load.failed = load.job is None
+                fetch.release()
+
+    def _submit(self, load: _Load, after: int) -> None:
+        src: list[Any] = []
+        dst: list[Any] = []
+        for transfer in load.transfers:
+            view = self.tier.view(transfer.key, from_disk=False)
+            if view is None:
+                continue
+            load.views.enter_context(view)
+            expected = len(transfer.blocks) * self._block_bytes
+            if view.nbytes != expected:
+                logger.warning(
+                    "kvspan: host entry %s: expected %d bytes, got %d", transfer.key.hex(),
+                    expected, view.nbytes,
+                )  # fmt: skip
+                continue
+            src += view.pages
+            dst += self._blocks(transfer)
+            load.found.append(transfer.id)
+        if load.found:
+            load.job = self._load_queue.submit(src, dst, after=after)
 
     def _blocks(self, transfer: Transfer) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
         return [(cache, transfer.blocks) for cache in self._caches]
@@ -274,16 +299,24 @@ class SpanTier:
                     self._tell(failed=transfer)
             if not done:
                 logger.warning("kvspan: copying spans to the host failed: %s", _why(store.job))
-        over = [load for load in self._loads if load.future.done()]
-        self._loads = [load for load in self._loads if load not in over]
-        for load in over:
-            if error := load.future.exception():
-                logger.warning("kvspan: bringing spans back from the host failed: %s", error)
+        loads, self._loads = self._loads, []
+        for load in loads:
+            state = load.state
+            if state == "pending":
+                self._loads.append(load)
+                continue
+            load.views.close()
             for transfer in load.transfers:
-                if transfer.id in load.done:
+                if state == "done" and transfer.id in load.found:
                     self._tell(done=transfer)
                 else:
                     self._tell(failed=transfer)
+            if load.job is not None and state == "failed":
+                logger.warning(
+                    "kvspan: bringing spans back from the host failed: %s", _why(load.job)
+                )
+            if state != "cancelled" and self._report is not None:
+                self._report.read_s += load.read_s
 
     def _tell(self, done: Transfer | None = None, failed: Transfer | None = None) -> None:
         self._report = self._report or HostReport()
