@@ -28,10 +28,11 @@ from kvspan.vllm.hybrid.decay import (
     Cells,
     plan_bounded,
 )
+from kvspan.vllm.hybrid.plans import Settings
 from kvspan.vllm.hybrid.policy import parse_policy
 from kvspan.vllm.hybrid.store import Geometry, PageStore
 from kvspan.vllm.hybrid.support import check_early
-from kvspan.vllm.hybrid.tracking import Settings, Track
+from kvspan.vllm.hybrid.tracking import Track
 
 LAYERS = layer_map([LINEAR, LINEAR, FULL, LINEAR, FULL])
 HEADS, DIM = 3, 4
@@ -228,7 +229,7 @@ def test_request_within_a_bound_leaves_nothing() -> None:
     size, tokens = 128, list(range(1000))
     made = gates(1000, [0.2, 0.2, 1e-5])
     cells = Cells(size, 3, HEADS)
-    geometry = Geometry(size, 1, 64, 1, 8, state_bytes=64, cells=cells)
+    geometry = Geometry(size, 1, 64, 1, 8, state_bytes=72, cells=cells, groups=(2, 1))
     memory = np.zeros(1 << 22, np.uint8)
     store = PageStore(
         HostTier(len(memory), page_bytes=geometry.page_bytes, memory=memory), geometry

@@ -18,16 +18,12 @@ import pytest
 
 from kvspan.errors import UsageError
 from kvspan.host import DiskLevel, HostTier
+from kvspan.vllm.hybrid.orders import Restore, Work
+from kvspan.vllm.hybrid.plans import Plan, Settings
 from kvspan.vllm.hybrid.policy import Policy, parse_policy
 from kvspan.vllm.hybrid.store import Geometry, PageStore, page_of, root_key
 from kvspan.vllm.hybrid.support import options
-from kvspan.vllm.hybrid.tracking import (
-    Plan,
-    Restore,
-    Settings,
-    Track,
-    Work,
-)
+from kvspan.vllm.hybrid.tracking import Track
 
 SIZE = 8
 GEOMETRY = Geometry(

@@ -120,7 +120,7 @@ def names(served: HybridServed, kind: bytes) -> list[bytes]:
 
 def drop_states(served: HybridServed) -> None:
     """Leave pages only, so that the next restore replays everything."""
-    for name in names(served, b"S"):
+    for name in names(served, b"SG"):
         served.side.store.tier.remove(name)
 
 

@@ -15,7 +15,7 @@ from kvspan.hybrid.pieces import CHUNK, PIECE
 from kvspan.hybrid.policy import Policy
 from kvspan.hybrid.state import Mark, RecurrentState
 
-Start = Literal["zero", "checkpoint", "mark"]
+Start = Literal["zero", "checkpoint", "mark", "part"]
 BUDGET = 0.25  # of the matched tokens, what `bounded` may replay before it falls back to exact
 BUDGET_MIN = 1024  # but this many it always may
 
@@ -24,8 +24,9 @@ BUDGET_MIN = 1024  # but this many it always may
 class GroupPlan:
     """Replay of one group over tokens [start, boundary).
 
-    source: what its layers start from: zeros, a full checkpoint, or zeros but for the heads that
-    `mark` carries, which are put in where the replay passes it. bound: of the fixed-input error
+    source: what its layers start from: zeros, a full checkpoint, one of this group alone ("part",
+    under vLLM), or zeros but for the heads that `mark` carries, which are put in where the replay
+    passes it. bound: of the fixed-input error
     of any of its layers' states at the boundary, relative to that state's norm (0: exact; None:
     not known). It does not cover what wrong inputs of the group's deeper layers add.
     """

@@ -12,7 +12,7 @@ per layer and head over cells of CELL tokens. Needs torch, not vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,9 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvspan.hybrid.groups import LayerMap
-from kvspan.hybrid.plan import GroupPlan, budget, settle
+from kvspan.hybrid.plan import GroupPlan, budget
 from kvspan.hybrid.policy import Policy
-from kvspan.hybrid.state import RecurrentState
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -141,16 +140,17 @@ class Bounds(NamedTuple):
 
 def plan_bounded(
     policy: Policy, layers: LayerMap, length: int, state: int | None, pages: Sequence[Bytes],
-    cells: Cells,
+    cells: Cells, parts: Mapping[int, int] | None = None,
 ) -> Bounds | None:  # fmt: skip
     """Where each group's replay starts, for a prefix of `length` tokens that `pages` cover.
 
     pages: their part that `cells` describes. state: position of the exact state to start from, if
-    any. None: only an exact restore is within the bound and its budget, or no norm is known.
+    any. parts: by group, that of an exact state of its layers alone. None: only an exact restore is
+    within the bound and its budget, or no norm is known.
 
-    Heads that hardly forget are not carried by marks as in kvspan's own engine, they make their
-    group start from the state: vLLM shows heads only where steps end, where all of the state can
-    be kept, and a replay that takes them in there is no shorter than one from that state.
+    Heads that hardly forget are not carried alone as by marks in kvspan's own engine: vLLM shows
+    heads only where steps end, where all of the state is kept, and the host tier takes no less for
+    a few of them (docs/vllm.md). They make their group start from the nearest state of it.
     """
     known = [cells.all_heads(cells.norms, page) for page in pages]
     seen = [norms for norms in known if not np.isnan(norms).any()]
@@ -163,25 +163,24 @@ def plan_bounded(
         bounds = np.linalg.norm(errors, axis=2) / norms  # [starts, layers]
     starts = at[len(at) - len(bounds) :]
     bounds[length - starts < policy.k_min] = np.inf
-    plans: list[GroupPlan | None] = []
-    for group in layers.groups:
-        worst = bounds[:, [layers.linear.index(layer) for layer in group.layers]].max(1)
-        good = np.flatnonzero((worst <= MARGIN * policy.value) & (starts > 0))
-        last = int(good[-1]) if len(good) else None
-        plans.append(
-            None if last is None
-            else GroupPlan(int(starts[last]), "zero", max(float(worst[last]), _LEAST))
-        )  # fmt: skip
-    checkpoint = None if state is None else RecurrentState(state, [], [])
-    plan = settle(policy, length, plans, checkpoint)
-    if plan.exact:
-        return None
+    exact = GroupPlan(state or 0, "zero" if state is None else "checkpoint", 0.0)
     of_group = [[layers.linear.index(layer) for layer in group.layers] for group in layers.groups]
+    groups = []
+    for number, linear in enumerate(of_group):
+        worst = bounds[:, linear].max(1)
+        good = np.flatnonzero((worst <= MARGIN * policy.value) & (starts > 0))
+        own = (parts or {}).get(number, 0)
+        plan = GroupPlan(own, "part", 0.0) if own > exact.start else exact
+        if len(good) and (start := int(starts[good[-1]])) > plan.start:
+            plan = GroupPlan(start, "zero", max(float(worst[good[-1]]), _LEAST))
+        groups.append(plan)
+    if not any(group.bound for group in groups):
+        return None
     return Bounds(
         policy.value,
-        plan.groups,
-        tuple(tuple(map(float, norms[numbers])) for numbers in of_group),
-        GroupPlan(state or 0, "zero" if state is None else "checkpoint", 0.0),
+        tuple(groups),
+        tuple(tuple(map(float, norms[linear])) for linear in of_group),
+        exact,
     )
 
 

@@ -7,6 +7,7 @@ they rebuild has the bits of an ordinary prefill of the same tokens.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvspan.host import CopyJob, CopyQueue
+from kvspan.host.pages import copy_bytes
 from kvspan.hybrid.groups import LINEAR, Group, layer_map
 from kvspan.vllm.hybrid.capture import captured, stream
 from kvspan.vllm.hybrid.decay import Bounds
@@ -27,9 +29,9 @@ from kvspan.vllm.hybrid.layers import (
     to_host,
     to_tensor,
 )
+from kvspan.vllm.hybrid.orders import Restore, StateCopy, Table, Work
 from kvspan.vllm.hybrid.running import GroupRunner
-from kvspan.vllm.hybrid.store import Bytes, Geometry
-from kvspan.vllm.hybrid.tracking import Restore, StateCopy, Table, Work
+from kvspan.vllm.hybrid.store import Bytes, Geometry, cut
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -163,39 +165,32 @@ class Replayer:
         assert self.memory is not None
         return self.memory[at : at + self.geometry.page_bytes]
 
-    def states(self, position: int, table: Table) -> list[torch.Tensor]:
-        """The tensors that are this rank's state of a request after `position` tokens."""
+    def states(
+        self, position: int, table: Table, layers: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """The tensors that are this rank's state of a request after `position` tokens.
+
+        layers: in order; None: all.
+        """
         return [
             part[self._slot(layer, table, position)]
-            for layer, module in self._linear.items()
-            for part in module.kv_cache
+            for layer in (self._linear if layers is None else layers)
+            for part in self._linear[layer].kv_cache
         ]
 
     def keep_state(self, copy: StateCopy) -> None:
-        pieces = self._state_pieces(copy.spans)
-        for tensor in self.states(copy.position, copy.table):
-            at, count = 0, tensor.numel() * tensor.element_size()
-            held = to_bytes(tensor).reshape(-1)
-            while at < count:
-                n = min(len(pieces[0]), count - at)
-                np.copyto(pieces[0][:n], held[at : at + n])
-                at += n
-                pieces[0] = pieces[0][n:]
-                if not len(pieces[0]):
-                    pieces.pop(0)
+        self._write(copy.spans, self.states(copy.position, copy.table))
 
-    def _state_pieces(self, spans: Spans) -> list[Bytes]:
-        """This rank's part of a state in memory."""
+    def _write(self, spans: Spans, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy states to this rank's part of the memory there."""
+        copy_bytes([to_bytes(tensor).reshape(-1) for tensor in tensors], self._pieces(spans))
+
+    def _pieces(self, spans: Spans) -> list[Bytes]:
+        """This rank's part of states in memory; all ranks' have one length."""
         assert self.memory is not None
-        start = self.rank * self.geometry.state_bytes
-        end = start + self.geometry.state_bytes
-        pieces, base = [], 0
-        for at, count in spans:
-            low, high = max(start - base, 0), min(end - base, count)
-            if low < high:
-                pieces.append(self.memory[at + low : at + high])
-            base += count
-        return pieces
+        count = sum(n for _, n in spans) // self.geometry.ranks
+        start = self.rank * count
+        return [self.memory[at : at + n] for at, n in cut(spans, start, start + count)]
 
     # Restore.
 
@@ -218,6 +213,9 @@ class Replayer:
             self._continue_page(plan, plan.begun)
         if plan.keep is not None:
             self.keep_state(StateCopy(plan.length, self._destination(plan), plan.keep))
+        for number, spans in plan.keep_parts.items():
+            layers = self.groups[number].layers
+            self._write(spans, self.states(plan.length, self._destination(plan), layers))
         timing = self.timing
         timing.restores += 1
         if copying is not None:
@@ -296,7 +294,7 @@ class Replayer:
 
     def _restore_states(self, plan: Restore) -> None:
         table = self._destination(plan)
-        kept = self._kept_tensors(plan.state) if plan.state is not None else {}
+        kept = self._kept(plan.state, self._linear) if plan.state is not None else {}
         for number, group in enumerate(self.groups):
             if plan.bounds is None:
                 self._restore_group(plan, group, plan.start, kept, table)
@@ -311,6 +309,8 @@ class Replayer:
         """One group; exactly where its state comes out so small that the bound does not hold."""
         group, part = self.groups[number], bounds.groups[number]
         first = kept if part.source == "checkpoint" else {}
+        if part.source == "part":
+            first = self._kept(plan.parts[number], group.layers)
         self._restore_group(plan, group, part.start, first, table)
         if not part.bound or self._gates is None:
             return
@@ -337,14 +337,15 @@ class Replayer:
             self._prime(plan, group, start, self._slot(group.layers[0], table, plan.length))
         self._replay(plan, group, start, table)
 
-    def _kept_tensors(self, state: Spans) -> Tensors:
-        """A kept state's tensors per layer, as `keep_state` wrote them."""
-        held = np.concatenate(self._state_pieces(state))
+    def _kept(self, spans: Spans, layers: Iterable[int]) -> Tensors:
+        """Kept states of these layers, as `_write` left them."""
+        pieces = self._pieces(spans)
+        held = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         tensors: Tensors = {}
         at = 0
-        for layer, module in self._linear.items():
+        for layer in layers:
             tensors[layer] = []
-            for part in module.kv_cache:
+            for part in self._linear[layer].kv_cache:
                 one = part[0]
                 size = one.numel() * one.element_size()
                 tensors[layer].append(to_tensor(held[at : at + size], one.dtype).view(one.shape))

@@ -21,19 +21,13 @@ from kvspan.errors import UsageError
 from kvspan.host import SharedMemory
 from kvspan.hybrid.groups import LayerMap
 from kvspan.ops import digest_fields
+from kvspan.vllm.hybrid.orders import Restore, Work
+from kvspan.vllm.hybrid.plans import Plan, ReplayAudit, Settings
 from kvspan.vllm.hybrid.policy import parse_policy
 from kvspan.vllm.hybrid.steps import Arena, ReplayMetadata, StepDone
 from kvspan.vllm.hybrid.store import common_prefix, root_key
 from kvspan.vllm.hybrid.support import Options
-from kvspan.vllm.hybrid.tracking import (
-    Plan,
-    ReplayAudit,
-    Restore,
-    Settings,
-    Track,
-    Work,
-    Written,
-)
+from kvspan.vllm.hybrid.tracking import Track, Written
 from kvspan.vllm.params import KEY, PROBE, fields_of
 from kvspan.vllm.stats import SpanStats
 
@@ -322,6 +316,7 @@ class Scheduling(Refusing):
             rows = sum(plan.length - g.start for group, g in groups if group.source is not None)
             if not any(group.source == "checkpoint" for group in plan.bounds.groups):
                 state = 0
+            state += sum(count for spans in plan.parts.values() for _, count in spans)
         kv = pages * geometry.kv_bytes * geometry.ranks
         return kv + rows * geometry.row_bytes + state
 

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvspan.vllm.hybrid.tracking import Restore, Work
+from kvspan.vllm.hybrid.orders import Restore, Work
 
 __all__ = ["Arena", "ReplayMetadata", "StepDone"]
 

@@ -7,24 +7,33 @@ by one, so a match ends at the exact token where two prompts part.
 
 What an entry is, stands in its name, so that the tree can be built anew from a tier whose disk
 level outlived the process: ``F`` (full page) or ``T`` (the beginning of one), parent, first token,
-key; ``S`` (state), parent, tokens after it, digest of those. Only exact data comes here: what a
-request computes after an approximate restore is never added.
+key; ``S`` (state), parent, tokens after it, digest of those; ``G`` (the state of some groups of
+layers alone), the same and the groups, one bit for each.
+
+Only exact data comes here: what a request computes after an approximate restore is never added.
+That holds for ``G`` too. A restore within a bound rebuilds some groups exactly and others not; the
+exact ones, whose layers' states are those of a prefill, are kept at its boundary under such a name,
+which only requests within a bound ever look for. Nothing else of such a restore is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvspan.host import HostTier, Reservation, View
+from kvspan.host.pages import Spans
 from kvspan.ops import digest_fields
 from kvspan.vllm.hybrid.decay import Cells
 
 Tokens = np.ndarray
 Bytes = np.ndarray  # uint8
+
+_STATE_NAME = 73  # bytes: kind, parent, count, digest
+MOST_GROUPS = 64  # whose states can be kept apart
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,7 @@ class Geometry:
     state_bytes: the recurrent state of all layers on one rank. ranks: workers that share the heads
     (tensor parallelism), each with a part of its own of KV and states; hidden vectors are the same
     on all. cells: of what the gates of linear-attention layers did; None where it is not kept.
+    groups: how many linear-attention layers each group has; all have states of one size.
     """
 
     size: int
@@ -46,6 +56,19 @@ class Geometry:
     state_bytes: int = 0
     ranks: int = 1
     cells: Cells | None = None
+    groups: tuple[int, ...] = ()
+
+    def part_bytes(self, group: int) -> int:
+        """The states of one group's layers on all ranks."""
+        return self.ranks * self.state_bytes * self.groups[group] // sum(self.groups)
+
+    def parts(self, groups: Sequence[int], spans: Spans) -> dict[int, Spans]:
+        """By group, where its states are in an entry of these groups' that lies at `spans`."""
+        found, at = {}, 0
+        for group in groups:
+            found[group] = cut(spans, at, at + self.part_bytes(group))
+            at += self.part_bytes(group)
+        return found
 
     @property
     def page_bytes(self) -> int:
@@ -114,11 +137,14 @@ class OpenPage:
 
 @dataclass(eq=False)
 class OpenState:
-    """A state that a step writes, in place. saves: tokens that it spares replaying."""
+    """A state that a step writes, in place. cost: of computing it again, in FLOPs. era: of the
+    store. groups: those whose layers' states it is, in order; None: all."""
 
     memory: Reservation
     position: int
-    saves: int
+    cost: float
+    era: int
+    groups: tuple[int, ...] | None = None
 
 
 class Found(NamedTuple):
@@ -134,6 +160,12 @@ class FoundState(NamedTuple):
     name: bytes
     position: int
 
+    @property
+    def groups(self) -> list[int]:
+        """Of an entry of some groups' states: whose, in order."""
+        which = int.from_bytes(self.name[_STATE_NAME:], "little")
+        return [group for group in range(which.bit_length()) if which >> group & 1]
+
 
 class Match(NamedTuple):
     """The longest cached prefix of a prompt: `length` tokens, covered by `pages`."""
@@ -147,6 +179,21 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
     n = min(len(a), len(b))
     differs = np.flatnonzero(a[:n] != b[:n])
     return int(differs[0]) if len(differs) else n
+
+
+def cut(spans: Spans, start: int, end: int) -> Spans:
+    """Where bytes [start, end) of what lies at `spans` are.
+
+    >>> cut(((100, 10), (300, 10)), 8, 12)
+    ((108, 2), (300, 2))
+    """
+    found, base = [], 0
+    for at, count in spans:
+        low, high = max(start - base, 0), min(end - base, count)
+        if low < high:
+            found.append((at + low, high - low))
+        base += count
+    return tuple(found)
 
 
 def root_key(salt: str | None, lora: str, size: int) -> bytes:
@@ -166,6 +213,8 @@ class PageStore:
         self.flops = flops
         self._children: dict[tuple[bytes, int], list[bytes]] = {}
         self._states: dict[bytes, list[bytes]] = {}
+        self._parts: dict[bytes, list[bytes]] = {}
+        self._era = 0
         self._added = 0
         self._swept = 0
         self._sweep()
@@ -207,21 +256,30 @@ class PageStore:
                 best = Found(name, n)
         return best
 
-    def nearest_state(self, match: Match, root: bytes, tokens: Tokens, at: int,
-                      keys: Sequence[bytes]) -> FoundState | None:  # fmt: skip
-        """The last exact state at or before position `at` of the matched prefix."""
+    def nearest_state(
+        self, match: Match, root: bytes, tokens: Tokens, at: int, keys: Sequence[bytes],
+        group: int | None = None,
+    ) -> FoundState | None:  # fmt: skip
+        """The last exact state at or before position `at` of the matched prefix.
+
+        group: of that group's layers alone, of what is kept apart from whole states.
+        """
         size = self.geometry.size
+        kept = self._states if group is None else self._parts
         for index in range(at // size, -1, -1):
             parent = keys[index - 1] if index else root
             start = index * size
             # By the count in its name, the latest first.
-            for name in sorted(self._states.get(parent, ()), key=_state_count, reverse=True):
-                count = _state_count(name)
-                if start + count > at or name != self._state(parent, tokens[start : start + count]):
+            for name in sorted(kept.get(parent, ()), key=_state_count, reverse=True):
+                found = FoundState(name, start + _state_count(name))
+                own = tokens[start : found.position]
+                if found.position > at or (group is not None and group not in found.groups):
+                    continue
+                if name != self._state(parent, own, name[:1], name[_STATE_NAME:]):
                     continue
                 if self.tier.contains(name):
-                    return FoundState(name, start + count)
-                self._forget(self._states, parent, name)
+                    return found
+                self._forget(kept, parent, name)
         return None
 
     # Writing.
@@ -266,21 +324,45 @@ class PageStore:
         page.name = name
 
     def open_state(self, position: int, saves: int) -> OpenState | None:
-        """Memory for the state at a position; None where there is no room."""
+        """Memory for the state at a position; None where there is no room.
+
+        saves: tokens that it spares replaying.
+        """
         nbytes = self.geometry.ranks * self.geometry.state_bytes
-        memory = self.tier.reserve(None, nbytes, kind="state")
-        return None if memory is None else OpenState(memory, position, max(saves, 1))
+        return self._open_state(position, nbytes, "state", self.flops * max(saves, 1))
+
+    def open_parts(self, position: int, saves: Mapping[int, int]) -> OpenState | None:
+        """Memory for the states of these groups alone. saves: of each, as above, at least 1."""
+        geometry = self.geometry
+        groups = tuple(sorted(saves))
+        nbytes = sum(map(geometry.part_bytes, groups))
+        tokens = sum(n * geometry.groups[group] for group, n in saves.items())
+        cost = self.flops * tokens / sum(geometry.groups)
+        return self._open_state(position, nbytes, "part", cost, groups)
+
+    def _open_state(self, position: int, nbytes: int, kind: str, cost: float,
+                    groups: tuple[int, ...] | None = None) -> OpenState | None:  # fmt: skip
+        memory = self.tier.reserve(None, nbytes, kind=kind)
+        return None if memory is None else OpenState(memory, position, cost, self._era, groups)
 
     def publish_state(self, state: OpenState, parent: bytes, tokens: Tokens) -> None:
-        """Let an exact state be found. tokens: after the parent."""
-        name = self._state(parent, tokens)
-        cost = self.flops * state.saves
-        if not self.tier.contains(name) and state.memory.publish(name, cost):
-            self._remember(self._states, parent, name)
+        """Let an exact state be found, unless all was cleared since it was opened. tokens: after
+        the parent."""
+        if state.era != self._era:
+            state.memory.abort()
+            return
+        if state.groups is None:
+            name, kept = self._state(parent, tokens, b"S"), self._states
+        else:
+            which = sum(1 << group for group in state.groups).to_bytes(MOST_GROUPS // 8, "little")
+            name, kept = self._state(parent, tokens, b"G", which), self._parts
+        if not self.tier.contains(name) and state.memory.publish(name, state.cost):
+            self._remember(kept, parent, name)
         state.memory.commit()
 
     def clear(self) -> None:
-        """Remove every entry."""
+        """Remove every entry, and let none be found that is being written."""
+        self._era += 1
         for name in self.tier.stored_keys():
             self.tier.remove(name)
         self._sweep()
@@ -304,7 +386,7 @@ class PageStore:
 
     def _sweep(self) -> None:
         """Build the tree from what the tier has now."""
-        self._children, self._states = {}, {}
+        self._children, self._states, self._parts = {}, {}, {}
         names = self.tier.stored_keys()
         self._added, self._swept = 0, len(names)
         for name in names:
@@ -314,6 +396,8 @@ class PageStore:
                 self._children.setdefault((parent, count), []).append(name)
             elif kind == b"S":
                 self._states.setdefault(parent, []).append(name)
+            elif kind == b"G":
+                self._parts.setdefault(parent, []).append(name)
 
     @staticmethod
     def _full(parent: bytes, first: int, key: bytes) -> bytes:
@@ -325,9 +409,9 @@ class PageStore:
         return b"T" + parent + first.to_bytes(8, "little") + digest
 
     @staticmethod
-    def _state(parent: bytes, tokens: Tokens) -> bytes:
+    def _state(parent: bytes, tokens: Tokens, kind: bytes, which: bytes = b"") -> bytes:
         digest = digest_fields("kvspan/vllm/hybrid/state", tokens.tobytes())
-        return b"S" + parent + len(tokens).to_bytes(8, "little") + digest
+        return kind + parent + len(tokens).to_bytes(8, "little") + digest + which
 
 
 def _state_count(name: bytes) -> int:

@@ -1,157 +1,26 @@
 """The scheduler's side of Tail-Replay: what each request takes from the store and leaves there.
 
 Knows nothing of vLLM, so that it can be tested without one. Per step, `Track.work` says what the
-worker has to do for a request, as plain data (`Work`, `Restore`) that names places in the host
-tier's memory; `Written` remembers what is there once the step is over, to be published then.
+worker has to do for a request (`kvspan.vllm.hybrid.orders`); `Written` remembers what is there once
+the step is over, to be published then.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvspan.host import View
-from kvspan.host.pages import Spans
-from kvspan.hybrid.groups import LayerMap
-from kvspan.hybrid.plan import GroupPlan
 from kvspan.ops import BlockChain
-from kvspan.vllm.hybrid.decay import Bounds, plan_bounded
+from kvspan.vllm.hybrid.orders import Fill, Restore, StateCopy, Table, Work
+from kvspan.vllm.hybrid.plans import Plan, Prompt, ReplayAudit, Settings, make_plan
 from kvspan.vllm.hybrid.policy import Policy
-from kvspan.vllm.hybrid.store import FoundState, Match, OpenPage, OpenState, PageStore, page_of
+from kvspan.vllm.hybrid.store import MOST_GROUPS, OpenPage, OpenState, PageStore
 
 TRIES = 4
 WORTH_KEEPING = 64  # tokens: the state after a shorter replay is not kept
-
-
-@dataclass
-class Settings:
-    """page: tokens per page. every: tokens between kept states. least: a shorter match than this
-    is computed again instead. decode: whether generated tokens are kept too. pair: whether hidden
-    vectors are kept so that a replay of them is exact. layers: of the model, for "bounded"."""
-
-    page: int
-    policy: Policy = field(default_factory=Policy)
-    every: int = 2048
-    least: int = 1
-    decode: bool = True
-    pair: bool = True
-    layers: LayerMap | None = None
-
-
-@dataclass
-class ReplayAudit:
-    """What became of one request, in tokens.
-
-    matched: taken from the cache. replayed: of those, run again through the linear-attention
-    layers. state_from: the position of the exact state it started from; 0 is the start of the
-    prompt, -1 zero in the middle of it. exact: whether the state was rebuilt without approximation.
-    bytes: of KV, hidden vectors and state that were moved. groups: of "bounded", for each group
-    what was replayed, from what (a "checkpoint" or "zero") and the bound of its error; the bound is
-    0 where it was replayed exactly.
-    """
-
-    policy: str = "exact"
-    matched: int = 0
-    replayed: int = 0
-    state_from: int = 0
-    exact: bool = True
-    bytes: int = 0
-    refused: str = ""
-    groups: list[dict[str, Any]] = field(default_factory=list)
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-Table = tuple[list[int], ...]  # a request's device blocks, per KV cache group
-
-
-@dataclass
-class Plan:
-    """One restore: KV and state of `length` tokens, of which `local` are on the device already.
-
-    pages, state: what it reads, which the store keeps until `release`. start: where the replay
-    begins, from `state` or, without one, from zero. bounds: where each group's does instead.
-    """
-
-    length: int
-    local: int
-    start: int
-    pages: list[View]
-    state: View | None
-    exact: bool
-    token_ids: np.ndarray
-    audit: ReplayAudit
-    zero: bool = False
-    bounds: Bounds | None = None
-
-    def release(self) -> None:
-        for view in self.pages:
-            view.release()
-        if self.state is not None:
-            self.state.release()
-
-
-@dataclass
-class StateCopy:
-    """Copy the state after `position` tokens to `spans` of the memory. table: the request's."""
-
-    position: int
-    table: Table
-    spans: Spans
-
-
-@dataclass
-class Restore:
-    """A plan as the worker gets it. table: the request's device blocks.
-
-    pages: where they lie, from the prompt's first on. state: where; None: from zero. scheduled:
-    tokens of the step that follows. bounds: as in the plan. begun: the page in which the request
-    goes on, after a copy of the positions that it takes over. keep: what is kept of the state that
-    was replayed.
-    """
-
-    length: int
-    local: int
-    start: int
-    pages: list[int]
-    state: Spans | None
-    token_ids: np.ndarray
-    table: Table
-    zero: bool = False
-    bounds: Bounds | None = None
-    scheduled: int = 0
-    begun: int | None = None
-    keep: Spans | None = None
-
-
-@dataclass
-class Fill:
-    """Hidden vectors of `count` tokens go to positions from `first` on of the page at `page`."""
-
-    page: int
-    first: int
-    count: int
-
-
-@dataclass
-class Work:
-    """What one request leaves behind in one step.
-
-    slot: of its first token in the attention's cache. fills: of its tokens, one after the other.
-    copies: pages, and the device blocks whose KV they get. seen: where the state after it is, whose
-    norms the pages get; None where they keep what they have.
-    """
-
-    slot: int
-    fills: list[Fill]
-    copies: list[tuple[int, int]]
-    state: StateCopy | None = None
-    seen: tuple[int, Table] | None = None
 
 
 @dataclass
@@ -159,7 +28,7 @@ class Written:
     """What is in pages and states once a step is over, and a request's positions that have run.
 
     pages: (page, first position written, positions filled, positions saved; -1: as before).
-    last: the request has ended.
+    parts: of a restore that was exact for some groups alone. last: the request has ended.
     """
 
     track: Track
@@ -167,6 +36,7 @@ class Written:
     end: int
     pages: list[tuple[OpenPage, int, int, int]] = field(default_factory=list)
     state: OpenState | None = None
+    parts: OpenState | None = None
     last: bool = False
 
     def settle(self, store: PageStore, token_ids: Sequence[int], failed: bool = False) -> None:
@@ -184,6 +54,11 @@ class Written:
                 track.new_states.append(self.state)
             else:
                 self.state.memory.abort()
+        if self.parts is not None:  # exact whatever the request is
+            if failed:
+                self.parts.memory.abort()
+            else:
+                track.publish_state(store, self.parts, token_ids)
         if current:
             track.publish(store, token_ids, self.end)
 
@@ -240,64 +115,13 @@ class Track:
             short = match.length <= local or match.length < self.settings.least
             if short or self.policy.name == "off":
                 return None
-            state = store.nearest_state(match, self.root, tokens, match.length, keys)
-            if (plan := self._plan(store, match, state, tokens, local)) is not None:
+            prompt = Prompt(self.root, tokens, keys)
+            plan = make_plan(store, self.settings, self.policy, prompt, match, local)
+            if plan is not None:
+                plan.audit.exact = plan.exact and not self.approximate
+                self.plan = plan
                 return plan
         return None
-
-    def _plan(self, store: PageStore, match: Match, state: FoundState | None, tokens: np.ndarray,
-              local: int) -> Plan | None:  # fmt: skip
-        start = state.position if state is not None else 0
-        tail = self.policy.tail(match.length)
-        reached = match.length - start <= tail or start == match.length
-        if not reached:
-            state, start = None, match.length - tail
-        views = [store.tier.view(page.name) for page in match.pages]
-        state_view = None if state is None else store.tier.view(state.name)
-        held = [view for view in (*views, state_view) if view is not None]
-        if len(held) < len(views) + (state is not None):
-            for view in held:  # something went meanwhile, or there is no memory to read it into
-                view.release()
-            return None
-        bounds = None
-        if self.policy.name == "bounded":
-            bounds = self._bounds(store, held[: len(views)], match.length, state)
-            if bounds is not None:
-                reached, start = False, min(group.start for group in bounds.groups)
-        exact = reached and (self.settings.pair or start == match.length)
-        audit = ReplayAudit(
-            policy=str(self.policy),
-            matched=match.length,
-            replayed=match.length - start,
-            state_from=start if reached else -1,
-            exact=exact and not self.approximate,
-            groups=self._groups(match.length, start, state, bounds),
-        )
-        self.plan = Plan(
-            match.length, local, start, held[: len(views)], state_view, exact,
-            tokens[: match.length], audit, self.policy.name == "zero", bounds,
-        )  # fmt: skip
-        return self.plan
-
-    def _bounds(self, store: PageStore, pages: list[View], length: int,
-                state: FoundState | None) -> Bounds | None:  # fmt: skip
-        cells, layers = store.geometry.cells, self.settings.layers
-        assert cells is not None and layers is not None, "asked for where it is not kept"
-        held = [store.geometry.gates(page_of(page)) for page in pages]
-        at = None if state is None else state.position
-        return plan_bounded(self.policy.bounded(), layers, length, at, held, cells)
-
-    def _groups(self, length: int, start: int, state: FoundState | None,
-                bounds: Bounds | None) -> list[dict[str, Any]]:  # fmt: skip
-        """What the audit of a bounded restore says of its groups."""
-        if self.policy.name != "bounded" or self.settings.layers is None:
-            return []
-        exact = GroupPlan(start, "zero" if state is None else "checkpoint", 0.0)
-        groups = bounds.groups if bounds else (exact,) * len(self.settings.layers.groups)
-        return [
-            {"replayed_tokens": length - g.start, "start": g.source, "bound": g.bound}
-            for g in groups
-        ]
 
     def accepted(self, store: PageStore, plan: Plan, table: Table) -> tuple[Restore, Written]:
         """The plan's tokens have device blocks: what the worker has to do for them."""
@@ -311,9 +135,10 @@ class Track:
         restore = Restore(
             plan.length, plan.local, plan.start, [view.spans[0][0] for view in plan.pages],
             None if plan.state is None else plan.state.spans, plan.token_ids, table, plan.zero,
-            plan.bounds,
+            plan.bounds, parts=plan.parts,
         )  # fmt: skip
         written = Written(self, self.era, plan.length)
+        self._keep_parts(store, plan, restore, written)
         offset = plan.length % size
         if self.capturing and offset:
             page = store.open()
@@ -331,6 +156,22 @@ class Track:
             if written.state is not None:
                 restore.keep = written.state.memory.spans
         return restore, written
+
+    def _keep_parts(self, store: PageStore, plan: Plan, restore: Restore,
+                    written: Written) -> None:  # fmt: skip
+        """The states of groups that a bounded restore replays exactly, so that the next request
+        that parts there does not have to."""
+        if plan.bounds is None or not self.settings.pair:
+            return
+        saves = {
+            number: plan.length - group.start
+            for number, group in enumerate(plan.bounds.groups[:MOST_GROUPS])
+            if not group.bound and plan.length - group.start >= WORTH_KEEPING
+        }
+        written.parts = store.open_parts(plan.length, saves) if saves else None
+        if written.parts is not None:
+            spans = written.parts.memory.spans
+            restore.keep_parts = store.geometry.parts(sorted(saves), spans)
 
     def work(self, store: PageStore, start: int, count: int, table: Table,
              group: int, prompt: int) -> tuple[Work, Written] | None:  # fmt: skip
@@ -424,10 +265,15 @@ class Track:
         ready = [state for state in self.new_states if state.position <= done]
         for state in ready:
             self.new_states.remove(state)
-            self.keys(token_ids)  # of the state's page's parent
-            index = state.position // size
-            tokens = np.asarray(token_ids[index * size : state.position], dtype=np.int64)
-            store.publish_state(state, self.parent(index), tokens)
+            self.publish_state(store, state, token_ids)
+
+    def publish_state(self, store: PageStore, state: OpenState, token_ids: Sequence[int]) -> None:
+        """Let others find a state. token_ids: up to its position at least."""
+        self.keys(token_ids)  # of the state's page's parent
+        index = state.position // self.settings.page
+        first = index * self.settings.page
+        tokens = np.asarray(token_ids[first : state.position], dtype=np.int64)
+        store.publish_state(state, self.parent(index), tokens)
 
     def parent(self, index: int) -> bytes:
         """The key of the page before page `index`, whose tokens are known."""

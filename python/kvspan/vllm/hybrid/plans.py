@@ -1,0 +1,184 @@
+"""What a request takes from the store: how far it matches, and where the replay of its tail starts.
+
+Knows nothing of vLLM, so that it can be tested without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvspan.host import View
+from kvspan.host.pages import Spans
+from kvspan.hybrid.groups import LayerMap
+from kvspan.hybrid.plan import GroupPlan
+from kvspan.vllm.hybrid.decay import Bounds, plan_bounded
+from kvspan.vllm.hybrid.policy import Policy
+from kvspan.vllm.hybrid.store import FoundState, Match, PageStore, page_of
+
+
+@dataclass
+class Settings:
+    """page: tokens per page. every: tokens between kept states. least: a shorter match than this
+    is computed again instead. decode: whether generated tokens are kept too. pair: whether hidden
+    vectors are kept so that a replay of them is exact. layers: of the model, for "bounded"."""
+
+    page: int
+    policy: Policy = field(default_factory=Policy)
+    every: int = 2048
+    least: int = 1
+    decode: bool = True
+    pair: bool = True
+    layers: LayerMap | None = None
+
+
+@dataclass
+class ReplayAudit:
+    """What became of one request, in tokens.
+
+    matched: taken from the cache. replayed: of those, run again through the linear-attention
+    layers. state_from: the position of the exact state it started from; 0 is the start of the
+    prompt, -1 zero in the middle of it. exact: whether the state was rebuilt without approximation.
+    bytes: of KV, hidden vectors and state that were moved. groups: of "bounded", for each group
+    what was replayed, from what (a "checkpoint", a "part" of one that this group has alone, or
+    "zero") and the bound of its error; the bound is 0 where it was replayed exactly.
+    """
+
+    policy: str = "exact"
+    matched: int = 0
+    replayed: int = 0
+    state_from: int = 0
+    exact: bool = True
+    bytes: int = 0
+    refused: str = ""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Plan:
+    """One restore: KV and state of `length` tokens, of which `local` are on the device already.
+
+    pages, state: what it reads, which the store keeps until `release`. start: where the replay
+    begins, from `state` or, without one, from zero. bounds: where each group's does instead. parts:
+    where the states of groups are that start from one of their own; part_views: what has them.
+    """
+
+    length: int
+    local: int
+    start: int
+    pages: list[View]
+    state: View | None
+    exact: bool
+    token_ids: np.ndarray
+    audit: ReplayAudit
+    zero: bool = False
+    bounds: Bounds | None = None
+    parts: dict[int, Spans] = field(default_factory=dict)
+    part_views: list[View] = field(default_factory=list)
+
+    def release(self) -> None:
+        for view in (*self.pages, *self.part_views):
+            view.release()
+        if self.state is not None:
+            self.state.release()
+
+
+class Prompt(NamedTuple):
+    """Tokens (int64) whose root and whose full pages' keys these are."""
+
+    root: bytes
+    tokens: np.ndarray
+    keys: Sequence[bytes]
+
+
+def make_plan(
+    store: PageStore, settings: Settings, policy: Policy, prompt: Prompt, match: Match, local: int
+) -> Plan | None:
+    """The restore of what matches; None if something of it cannot be had, which the store then
+    knows. local: tokens that the device has."""
+    length = match.length
+    state = store.nearest_state(match, prompt.root, prompt.tokens, length, prompt.keys)
+    start = state.position if state is not None else 0
+    tail = policy.tail(length)
+    reached = length - start <= tail or start == length
+    if not reached:
+        state, start = None, length - tail
+    names = [page.name for page in match.pages]
+    held = _hold(store, names if state is None else [*names, state.name])
+    if held is None:
+        return None
+    pages, rest = held[: len(names)], held[len(names) :]
+    bounds, parts, part_views = None, {}, []
+    if policy.name == "bounded":
+        bounds, found = _plan_groups(store, settings, policy, prompt, match, state, pages)
+        views = _hold(store, [part.name for part in found.values()])
+        if views is None:
+            for view in held:
+                view.release()
+            return None
+        part_views = views
+        for view, (number, part) in zip(views, found.items(), strict=True):
+            parts[number] = store.geometry.parts(part.groups, view.spans)[number]
+    if bounds is not None:
+        reached, start = False, min(group.start for group in bounds.groups)
+    exact = reached and (settings.pair or start == length)
+    audit = ReplayAudit(
+        policy=str(policy),
+        matched=length,
+        replayed=length - start,
+        state_from=start if reached else -1,
+        exact=exact,
+    )
+    if policy.name == "bounded" and settings.layers is not None:
+        alike = GroupPlan(start, "zero" if state is None else "checkpoint", 0.0)
+        audit.groups = [
+            {"replayed_tokens": length - g.start, "start": g.source, "bound": g.bound}
+            for g in (bounds.groups if bounds else (alike,) * len(settings.layers.groups))
+        ]
+    return Plan(
+        length, local, start, pages, rest[0] if rest else None, exact, prompt.tokens[:length],
+        audit, policy.name == "zero", bounds, parts, part_views,
+    )  # fmt: skip
+
+
+def _hold(store: PageStore, names: Sequence[bytes]) -> list[View] | None:
+    """Views of all; None where something went meanwhile, or there is no memory to read it into."""
+    views = [store.tier.view(name) for name in names]
+    held = [view for view in views if view is not None]
+    if len(held) == len(views):
+        return held
+    for view in held:
+        view.release()
+    return None
+
+
+def _plan_groups(
+    store: PageStore, settings: Settings, policy: Policy, prompt: Prompt, match: Match,
+    state: FoundState | None, pages: Sequence[View],
+) -> tuple[Bounds | None, dict[int, FoundState]]:  # fmt: skip
+    """Where each group of a bounded restore starts, and, by group, the parts that some start from;
+    None if all of it is exact."""
+    cells, layers = store.geometry.cells, settings.layers
+    assert cells is not None and layers is not None, "asked for where it is not kept"
+    near = {}
+    for number in range(len(layers.groups)):
+        part = store.nearest_state(
+            match, prompt.root, prompt.tokens, match.length, prompt.keys, number
+        )
+        if part is not None:
+            near[number] = part
+    bounds = plan_bounded(
+        policy.bounded(), layers, match.length, None if state is None else state.position,
+        [store.geometry.gates(page_of(page)) for page in pages], cells,
+        {number: part.position for number, part in near.items()},
+    )  # fmt: skip
+    if bounds is None:
+        return None, {}
+    starts = enumerate(bounds.groups)
+    return bounds, {number: near[number] for number, group in starts if group.source == "part"}
