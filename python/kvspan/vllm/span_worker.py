@@ -43,13 +43,18 @@ class SpanWorker:
         """Attention metadata are built, nothing has run yet."""
         if self.tier is not None and step.host is not None:
             self.tier.begin(step.host)
+            if not step.moves:
+                self.tier.load(step.host.loads)
         if step.plan:
             apply(step.plan, get_forward_context().attn_metadata, self._block_size)
 
     def move(self, step: StepMetadata) -> None:
         """Before the forward pass of a step with moves."""
-        if step.moves:
-            self._mover.move(step.moves)
+        if not step.moves:
+            return
+        self._mover.move(step.moves)
+        if self.tier is not None and step.host is not None:
+            self.tier.load(step.host.loads)
 
     def move_late(self, step: StepMetadata, layer: str) -> None:
         """When the new keys of a layer are written, before it attends."""
