@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from html import escape
+from pathlib import Path
 
 from kvspan import __version__
 from kvspan.errors import UsageError, shorten_path
@@ -81,12 +83,21 @@ td > i { display: inline-block; width: 10px; height: 10px; border-radius: 3px; m
 
 
 def write_html(explanation: Explanation, path: str) -> None:
-    """Write the page. Raises UsageError where the file cannot be written."""
+    """Write the page, whole or not at all. Raises UsageError where it cannot be written."""
+    page = to_html(explanation).encode()
+    place = Path(os.path.realpath(path))  # a link stays one
+    new = place.with_name(f".{place.name}.{os.getpid()}.new")
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(to_html(explanation))
-    except OSError as error:
-        reason = error.strerror or str(error)
+        if place.exists() and not place.is_file():  # /dev/stdout, say
+            place.write_bytes(page)
+            return
+        try:
+            new.write_bytes(page)
+            new.replace(place)
+        finally:
+            new.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot write the page: {reason}", source=path) from None
 
 
@@ -98,8 +109,8 @@ def to_html(explanation: Explanation) -> str:
         (f"{cost.rounds:,}", "round" if cost.rounds == 1 else "rounds"),
         (f"{'' if cost.counted else '~'}{cost.prompt_tokens:,}", "prompt tokens"),
         ("unbounded" if cost.new_tokens is None else f"&le; {cost.new_tokens:,}", "new tokens"),
-        (explanation.scope, "scope"),
-        (explanation.placement, "placement"),
+        (escape(explanation.scope), "scope"),
+        (escape(explanation.placement), "placement"),
         (str(explanation.block_size), "tokens per block"),
     ]
     boxes = "".join(f'<div class="fact"><b>{big}</b><span>{small}</span></div>'

@@ -142,12 +142,14 @@ def _plan_lines(plan: Plan) -> list[str]:
 def calls_before(plan: Plan, ids: Sequence[int]) -> list[int]:
     """Calls behind the ids of steps; barriers and lines are an inner matter of the plan."""
     found: set[int] = set()
+    seen: set[int] = set()  # barriers wait for barriers: there are many ways to the same one
     stack = list(ids)
     while stack:
         step = plan.steps[stack.pop()]
         if isinstance(step, Call):
             found.add(step.id)
-        else:
+        elif step.id not in seen:
+            seen.add(step.id)
             stack.extend(step.after)
     return sorted(found)
 

@@ -110,6 +110,8 @@ def rotate(
     Returns:
         float64, the shape of ``keys``.
     """
+    if not len(keys):
+        return keys.double()  # deltas have no axes to be counted
     half = len(inv_freq)
     first = slice(0, half) if is_neox else slice(0, 2 * half, 2)
     second = slice(half, 2 * half) if is_neox else slice(1, 2 * half, 2)

@@ -25,7 +25,12 @@ import torch
 from torch import Tensor
 
 from kvspan import ops
-from kvspan.torch_ops_gated_delta import causal_conv1d_, gated_delta_, gated_delta_state_
+from kvspan.torch_ops_gated_delta import (
+    causal_conv1d_,
+    gated_delta_,
+    gated_delta_state_,
+    stream_of,
+)
 
 __all__ = [
     "causal_conv1d_",
@@ -37,12 +42,6 @@ __all__ = [
     "rerope_",
     "rerope_layers_",
 ]
-
-
-def _stream(tensor: Tensor) -> int:
-    if not tensor.is_cuda:
-        return 0
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
 @torch.library.custom_op("kvspan::rerope", mutates_args=("k_dst",))
@@ -70,7 +69,7 @@ def rerope(
         axes=axes or (),
         rotary_offset=rotary_offset,
         layout=layout,
-        stream=_stream(k_dst),
+        stream=stream_of(k_dst),
     )
 
 
@@ -98,7 +97,7 @@ def rerope_(
         axes=axes or (),
         rotary_offset=rotary_offset,
         layout=layout,
-        stream=_stream(k),
+        stream=stream_of(k),
     )
 
 
@@ -129,20 +128,20 @@ def rerope_layers_(
         axes=axes or (),
         rotary_offset=rotary_offset,
         layout=layout,
-        stream=_stream(keys[0]) if keys else 0,
+        stream=stream_of(keys[0]) if keys else 0,
     )
 
 
 @torch.library.custom_op("kvspan::copy_blocks", mutates_args=("dst",))
 def copy_blocks(src: Tensor, dst: Tensor, src_blocks: Tensor, dst_blocks: Tensor) -> None:
     """:func:`kvspan.ops.copy_blocks` between two pools."""
-    ops.copy_blocks(src, dst, src_blocks, dst_blocks, stream=_stream(dst))
+    ops.copy_blocks(src, dst, src_blocks, dst_blocks, stream=stream_of(dst))
 
 
 @torch.library.custom_op("kvspan::copy_blocks_", mutates_args=("pool",))
 def copy_blocks_(pool: Tensor, src_blocks: Tensor, dst_blocks: Tensor) -> None:
     """:func:`kvspan.ops.copy_blocks` within one pool."""
-    ops.copy_blocks(pool, pool, src_blocks, dst_blocks, stream=_stream(pool))
+    ops.copy_blocks(pool, pool, src_blocks, dst_blocks, stream=stream_of(pool))
 
 
 @rerope.register_fake

@@ -17,7 +17,8 @@ from kvspan import ops
 __all__ = ["causal_conv1d_", "gated_delta_", "gated_delta_state_"]
 
 
-def _stream(tensor: Tensor) -> int:
+def stream_of(tensor: Tensor) -> int:
+    """torch's current stream where a tensor lies on CUDA; 0 in host memory."""
     if not tensor.is_cuda:
         return 0
     return int(torch.cuda.current_stream(tensor.device).cuda_stream)
@@ -52,7 +53,7 @@ def gated_delta_(
         state_layout=state_layout,
         qk_l2norm=qk_l2norm,
         scale=scale,
-        stream=_stream(v),
+        stream=stream_of(v),
     )
 
 
@@ -79,7 +80,7 @@ def gated_delta_state_(
         final_state=state,
         state_layout=state_layout,
         qk_l2norm=qk_l2norm,
-        stream=_stream(v),
+        stream=stream_of(v),
     )
 
 
@@ -102,7 +103,7 @@ def causal_conv1d_(
         cu_seqlens=cu_seqlens,
         out=out,
         activation="silu" if silu else None,
-        stream=_stream(x),
+        stream=stream_of(x),
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Iterable
 
 import pytest
 
@@ -25,3 +27,36 @@ def test_statistics_and_the_end() -> None:
 
     with pytest.raises(KvspanError, match="the engine is closed"):
         asyncio.run(late(rag([1, 2])))
+
+
+def test_the_cache_is_cleared_between_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while the worker gives back the blocks of the last request, which runs no more."""
+    said: list[str] = []
+    threads: list[threading.Thread] = []
+    with open_tiny("llama", 16) as engine:
+        release = engine.pool.release
+
+        def clear() -> None:
+            try:
+                engine.clear_cache()
+            except KvspanError:
+                said.append("refused")
+            else:
+                said.append("cleared")
+
+        def slow(blocks: Iterable[int]) -> None:
+            threads.append(threading.Thread(target=clear))
+            threads[-1].start()
+            threads[-1].join(0.1)
+            release(blocks)
+            said.append("released")
+
+        monkeypatch.setattr(engine.pool, "release", slow)
+        engine.run(rag([1, 2]))
+        for thread in threads:
+            thread.join()
+        last = len(said) - 1 - said[::-1].index("released")
+        assert "cleared" not in said[:last]
+        monkeypatch.undo()
+        engine.clear_cache()
+        assert engine.stats().blocks_cached == 0

@@ -7,8 +7,10 @@ import pytest
 
 from kvspan import KvspanError, cross, g, par, plus, seq, system, user
 from kvspan.engine import GenerateRequest, plain_server
-from kvspan.explain import draw_tree, explain, printable, quote, render
+from kvspan.explain import calls_before, draw_tree, explain, printable, quote, render
 from kvspan.layout import SpanLayout
+from kvspan.query.nodes import ROOT
+from kvspan.query.plan import Barrier, Call, Plan
 from kvspan.query.prompt import Span
 from kvspan.query.write import dump_json, to_obj
 from query_strategies import deep_joins, wide_query
@@ -46,6 +48,15 @@ def test_tree() -> None:
         "     |- plus (2 spans)",
         '     |  |- user "a b"',
     ]
+
+
+def test_many_ways_to_the_same_barrier() -> None:
+    """Each of 60 pairs waits for both of the pair before: 2**60 ways to the one call."""
+    call = Call(0, ROOT, g("M", "a"))
+    firsts = [id - 2 - (id % 2 == 0) for id in range(1, 121)]  # of the pair before
+    pairs = [Barrier(id, (max(0, n), max(0, n + 1))) for id, n in enumerate(firsts, 1)]
+    plan = Plan(call.node, (call, *pairs), (0,))
+    assert calls_before(plan, (119, 120)) == [0]
 
 
 def test_what_the_rules_of_engines_decided() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -106,3 +108,26 @@ def test_the_command_writes_it(tmp_path, capsys) -> None:
     assert "order_spans" in page.read_text("utf-8")
     with pytest.raises(UsageError, match="cannot write the page"):
         write_html(explain(wide_query(1)), str(tmp_path / "no" / "page.html"))
+
+
+def test_a_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
+    shown = explain(g("M", "a"))
+    page = tmp_path / "page.html"
+    page.write_text("the page before")
+    write = Path.write_bytes
+
+    def full(self: Path, data: bytes) -> int:
+        write(self, data[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UsageError, match="cannot write the page: No space left on device"):
+        write_html(shown, str(page))
+    monkeypatch.undo()
+    assert [page] == list(tmp_path.iterdir()) and page.read_text() == "the page before"
+    link = tmp_path / "link"
+    link.symlink_to(page)
+    write_html(shown, str(link))
+    assert link.is_symlink() and page.read_text() == to_html(shown)
+    with pytest.raises(UsageError, match="cannot write the page: No space left on device"):
+        write_html(shown, "/dev/full")

@@ -33,6 +33,7 @@ def _bare(text: str) -> str:
 @example("# " + " " * 100 + "x\n# y", True, MIN_SIZE)
 @example("---\na: b\n---\n# x", True, MIN_SIZE)
 @example("x" * 1000 + "\u0301" * 50, False, MIN_SIZE)
+@example(" " * 300 + "x = 1", False, MIN_SIZE)
 def test_nothing_is_lost_or_said_twice(text: str, markdown: bool, size: int) -> None:
     chunks = cut(Document("d", text, markdown=markdown), size)
     assert all(0 < len(chunk.text) <= size for chunk in chunks)

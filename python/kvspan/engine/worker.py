@@ -53,6 +53,9 @@ class Worker:
         self.progress = progress
         self.closed = False
         self._wake = threading.Condition()
+        # Held for a step: between steps a request is in one of the queues and the pool is at rest.
+        # What a step calls back may ask for it again.
+        self._step = threading.RLock()
         self._waiting: deque[Job] = deque()
         self._prefilling: Job | None = None
         self._running: list[Job] = []
@@ -83,10 +86,17 @@ class Worker:
 
     def clear_cache(self) -> int:
         """See `LocalEngine.clear_cache`."""
-        with self._wake:
-            if self._waiting or self._running or self._prefilling:
-                raise KvspanError("clear_cache: requests are running")
-            return self.pool.evict()
+        self._check_idle()  # at once, and not whenever the worker lets go of its step
+        with self._step:
+            self._check_idle()
+            return self._evict()
+
+    def _check_idle(self) -> None:
+        if self._waiting or self._running or self._prefilling:
+            raise KvspanError("clear_cache: requests are running")
+
+    def _evict(self) -> int:
+        return self.pool.evict()
 
     def close(self) -> None:
         """Stop; jobs that are not done fail."""
@@ -100,12 +110,13 @@ class Worker:
         error = KvspanError("the engine was closed")
         try:
             while self._wait_for_work():
-                if self._prefilling is None and self._waiting and not self._starved:
-                    self._admit(self._waiting[0])
-                if self._prefilling is not None:
-                    self._step_prefill(self._prefilling)
-                if self._running:
-                    self._step_decode()
+                with self._step:
+                    if self._prefilling is None and self._waiting and not self._starved:
+                        self._admit(self._waiting[0])
+                    if self._prefilling is not None:
+                        self._step_prefill(self._prefilling)
+                    if self._running:
+                        self._step_decode()
         except BaseException as e:  # a bug of ours: nobody may wait for an answer for ever
             error = KvspanError(f"the engine broke down: {type(e).__name__}: {e}")
             raise
@@ -131,7 +142,14 @@ class Worker:
             self._waiting.popleft()
             self._fail(job, asyncio.CancelledError())
             return
-        job.prefill = self._new_prefill(job)
+        seq = Sequence(
+            job.layout,
+            job.request.placement,
+            CacheDomain(self.model, job.request.salt),
+            job.max_new_tokens,
+            self.runner.model.device,
+        )
+        job.prefill = self._new_prefill(seq)
         job.prefill.timings.queue = time.perf_counter() - job.submitted
         try:
             job.prefill.admit()
@@ -142,15 +160,8 @@ class Worker:
         job.steps = job.prefill.run()
         self._prefilling = job
 
-    def _new_prefill(self, job: Job) -> Prefill:
+    def _new_prefill(self, seq: Sequence) -> Prefill:
         """What takes a job to its first logits; hybrid models have one of their own."""
-        seq = Sequence(
-            job.layout,
-            job.request.placement,
-            CacheDomain(self.model, job.request.salt),
-            job.max_new_tokens,
-            self.runner.model.device,
-        )
         return Prefill(seq, self.pool, self.runner)
 
     def _wait_or_fail(self, job: Job) -> None:

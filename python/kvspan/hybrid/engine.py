@@ -15,7 +15,7 @@ from kvspan.engine.pool import BlockPool
 from kvspan.engine.prefill import Prefill
 from kvspan.engine.rope import LayerSpec, refused_rope
 from kvspan.engine.runner import KVCache
-from kvspan.engine.sequence import CacheDomain, Sequence
+from kvspan.engine.sequence import Sequence
 from kvspan.engine.worker import Worker
 from kvspan.errors import KvspanError, UsageError
 from kvspan.hybrid.groups import layer_map, refusal
@@ -40,14 +40,7 @@ class HybridWorker(Worker):
 
     cache: HybridCache
 
-    def _new_prefill(self, job: Job) -> Prefill:
-        seq = Sequence(
-            job.layout,
-            job.request.placement,
-            CacheDomain(self.model, job.request.salt),
-            job.max_new_tokens,
-            self.runner.model.device,
-        )
+    def _new_prefill(self, seq: Sequence) -> Prefill:
         return HybridPrefill(seq, self.cache)
 
     def _decode(self, jobs: list[Job]) -> torch.Tensor:
@@ -67,8 +60,8 @@ class HybridWorker(Worker):
         _hybrid(job).keep(written)
         job.written = len(written)
 
-    def clear_cache(self) -> int:
-        count = super().clear_cache()
+    def _evict(self) -> int:
+        count = super()._evict()
         self.cache.checkpoints.clear()
         self.cache.marks.clear()
         return count

@@ -247,7 +247,9 @@ def _pieces(text: str, block: _Block, room: int) -> Iterator[Range]:
         place += len(part)
         while end - start > room:
             middle = _cut_at(text, start, start + room)
-            yield _stripped(text, start, middle)
+            piece = _stripped(text, start, middle)
+            if piece[0] < piece[1]:  # an indent can be as long as a chunk
+                yield piece
             start, end = _stripped(text, middle, end)
         if start < end:
             yield start, end

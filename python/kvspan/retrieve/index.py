@@ -64,7 +64,7 @@ class Index:
     documents, repeated: how many there are, and how many chunks were left out because another has
     the same text. key: see the module; empty for an index of no files.
     state: whether it was there and current, or has been built now, in the place of another or not.
-    file: its folder; None if it is kept nowhere. notes: what the user should know.
+    folder: where it is; None if it is kept nowhere. notes: what the user should know.
     """
 
     chunks: list[Chunk]
@@ -83,8 +83,9 @@ class Index:
             found = self.bm25.search(query, limit)
         else:
             assert self.embeddings is not None
-            found = self.embeddings.search(query, limit)
-            if how == "hybrid":
+            if how == "embedding":
+                found = self.embeddings.search(query, limit)
+            else:
                 depth = max(limit, search.DEPTH)
                 rankings = [self.bm25.search(query, depth), self.embeddings.search(query, depth)]
                 found = search.fuse([[place for place, _ in one] for one in rankings])[:limit]

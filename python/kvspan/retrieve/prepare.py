@@ -71,7 +71,8 @@ async def prepare_chunks(
             if on_progress:
                 on_progress(done.chunks, len(chunks))
 
-    workers = [asyncio.ensure_future(work()) for _ in range(max(1, max_concurrency))]
+    side_by_side = min(max(1, max_concurrency), len(chunks))
+    workers = [asyncio.ensure_future(work()) for _ in range(side_by_side)]
     try:
         await asyncio.gather(*workers)
     finally:

@@ -215,9 +215,15 @@ def embed(texts: list[str]) -> NDArray[np.float32]:
 
 
 _model: Any = None
+_loading = threading.Lock()  # what is done to the handlers below is not for two threads at once
 
 
 def _embedder() -> Any:
+    with _loading:
+        return _load_embedder()
+
+
+def _load_embedder() -> Any:
     global _model
     if _model is None:
         # Importing it turns on the log lines of every library; that is not its business.

@@ -29,7 +29,8 @@ class _PoolCollector(Collector):
         blocks = GaugeMetricFamily(
             "kvspan_pool_blocks", "KV blocks by what they are used for", labels=["state"]
         )
-        free = stats.blocks - stats.blocks_in_use - stats.blocks_cached
+        # The numbers are read one after the other while the engine works.
+        free = max(0, stats.blocks - stats.blocks_in_use - stats.blocks_cached)
         for state, count in (
             ("in_use", stats.blocks_in_use),
             ("cached", stats.blocks_cached),
