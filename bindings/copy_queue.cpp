@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "stream.h"
 #include "tensor_caster.h"
 
 namespace kvspan::bindings {
@@ -95,14 +96,14 @@ class Queue {
   }
 
   std::optional<Job> submit(const py::sequence& src, const py::sequence& dst, int priority,
-                            std::uintptr_t after, bool wait_for_room) {
+                            py::handle after, bool wait_for_room) {
     KVSPAN_CHECK_ARG(queue_ != nullptr, "this copy queue is closed");
     py::list tensors;
     const std::vector<CopyPiece> from = pieces_of(src, "src", false, tensors);
     const std::vector<CopyPiece> to = pieces_of(dst, "dst", true, tensors);
     auto segments = pair_pieces(from, to);
     const std::shared_ptr<CopyQueue> queue = queue_;
-    auto* const stream = reinterpret_cast<void*>(after);
+    void* const stream = stream_handle(after, "after");
     std::optional<CopyJob> job;
     {
       const py::gil_scoped_release release;
@@ -178,10 +179,12 @@ void bind_copy_queue(py::module_& m) {
       .def("wait", &Job::wait, py::arg("num_chunks") = -1, py::arg("timeout") = py::none())
       .def(
           "wait_on_stream",
-          [](const Job& j, std::uintptr_t stream, std::int64_t num_chunks) {
-            return j.get().wait_on_stream(reinterpret_cast<void*>(stream), num_chunks);
+          [](const Job& j, py::handle stream, std::int64_t num_chunks) {
+            void* const handle = stream_handle(stream, "stream");
+            const py::gil_scoped_release release;
+            return j.get().wait_on_stream(handle, num_chunks);
           },
-          py::arg("stream"), py::arg("num_chunks") = -1, py::call_guard<py::gil_scoped_release>())
+          py::arg("stream"), py::arg("num_chunks") = -1)
       .def(
           "cancel", [](const Job& j) { j.get().cancel(); },
           py::call_guard<py::gil_scoped_release>());

@@ -13,6 +13,7 @@
 #include "kvspan/causal_conv1d.h"
 #include "kvspan/tensor_view.h"
 #include "kvspan/vector_isa.h"
+#include "stream.h"
 #include "tensor_caster.h"
 
 namespace kvspan::bindings {
@@ -63,7 +64,7 @@ class SequenceBounds {
 void gated_delta(py::handle q, py::handle k, py::handle v, py::handle g, py::handle beta,
                  py::handle initial_state, py::handle out, py::handle final_state,
                  py::handle cu_seqlens, std::string_view state_layout, bool qk_l2norm, float scale,
-                 int num_threads, std::uintptr_t stream, std::string_view isa) {
+                 int num_threads, py::handle stream, std::string_view isa) {
   const OptionalTensor queries(q, "q"), outputs(out, "out"),
       initial(initial_state, "initial_state");
   const BorrowedTensor keys(k, "k"), values(v, "v"), decay(g, "g"), strength(beta, "beta");
@@ -83,14 +84,14 @@ void gated_delta(py::handle q, py::handle k, py::handle v, py::handle g, py::han
                             .scale = scale,
                             .num_threads = num_threads,
                             .isa = parse_vector_isa(isa),
-                            .stream = reinterpret_cast<void*>(stream)};
+                            .stream = stream_handle(stream, "stream")};
   const py::gil_scoped_release release;
   kvspan::gated_delta(args);
 }
 
 void causal_conv1d(py::handle x, py::handle weight, py::handle bias, py::handle state,
                    py::handle out, py::handle cu_seqlens, bool silu, int num_threads,
-                   std::uintptr_t stream, std::string_view isa) {
+                   py::handle stream, std::string_view isa) {
   const BorrowedTensor input(x, "x"), weights(weight, "weight");
   const OptionalTensor biases(bias, "bias");
   const BorrowedTensor states(state, "state"), output(out, "out");
@@ -104,7 +105,7 @@ void causal_conv1d(py::handle x, py::handle weight, py::handle bias, py::handle 
                               .silu = silu,
                               .num_threads = num_threads,
                               .isa = parse_vector_isa(isa),
-                              .stream = reinterpret_cast<void*>(stream)};
+                              .stream = stream_handle(stream, "stream")};
   const py::gil_scoped_release release;
   kvspan::causal_conv1d(args);
 }

@@ -17,10 +17,12 @@
 #include "kvspan/rerope.h"
 #include "kvspan/sha256.h"
 #include "kvspan/vector_isa.h"
+#include "stream.h"
 #include "tensor_caster.h"
 
 namespace py = pybind11;
 using kvspan::bindings::BorrowedTensor;
+using kvspan::bindings::stream_handle;
 
 namespace {
 
@@ -46,7 +48,7 @@ void rerope(const py::sequence& k_src, const py::sequence& k_dst, const py::sequ
             const py::sequence& v_dst, py::handle src_blocks, py::handle dst_blocks,
             py::handle deltas, const py::sequence& inv_freq, const std::vector<bool>& is_neox,
             py::handle axes, std::int64_t rotary_offset, std::string_view layout, int num_threads,
-            std::uintptr_t stream, std::string_view isa) {
+            py::handle stream, std::string_view isa) {
   const BorrowedTensors keys_in(k_src, "k_src"), keys_out(k_dst, "k_dst");
   const BorrowedTensors values_in(v_src, "v_src"), values_out(v_dst, "v_dst");
   const BorrowedTensors frequencies(inv_freq, "inv_freq");
@@ -87,13 +89,13 @@ void rerope(const py::sequence& k_src, const py::sequence& k_dst, const py::sequ
                                 .rotary_offset = rotary_offset,
                                 .num_threads = num_threads,
                                 .isa = kvspan::parse_vector_isa(isa),
-                                .stream = reinterpret_cast<void*>(stream)};
+                                .stream = stream_handle(stream, "stream")};
   const py::gil_scoped_release release;
   kvspan::rerope(args);
 }
 
 void copy_blocks(py::handle src, py::handle dst, py::handle src_blocks, py::handle dst_blocks,
-                 int num_threads, std::uintptr_t stream) {
+                 int num_threads, py::handle stream) {
   const BorrowedTensor source(src, "src");
   const BorrowedTensor destination(dst, "dst");
   const BorrowedTensor from(src_blocks, "src_blocks");
@@ -103,7 +105,7 @@ void copy_blocks(py::handle src, py::handle dst, py::handle src_blocks, py::hand
                                    .src_blocks = int64_elements(from.view(), "src_blocks"),
                                    .dst_blocks = int64_elements(to.view(), "dst_blocks"),
                                    .num_threads = num_threads,
-                                   .stream = reinterpret_cast<void*>(stream)};
+                                   .stream = stream_handle(stream, "stream")};
   const py::gil_scoped_release release;
   kvspan::copy_blocks(args);
 }
@@ -135,6 +137,12 @@ PYBIND11_MODULE(_core, m) {
   m.def("vector_isas", [] { return names_of(kvspan::vector_isas()); });
   m.def("built_with_cuda", &kvspan::built_with_cuda);
   m.def("cuda_device_count", &kvspan::cuda_device_count);
+  m.def(
+      "stream_handle",
+      [](py::handle stream) {
+        return reinterpret_cast<std::uintptr_t>(stream_handle(stream, "stream"));
+      },
+      py::arg("stream"));
 
   kvspan::bindings::bind_copy_queue(m);
   kvspan::bindings::bind_move_plan(m);

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvspan.ops.streams import Stream
+
 class TokenStore:
     def __init__(self) -> None: ...
     def clear(self) -> None: ...
@@ -50,6 +52,7 @@ def sha256_isas() -> tuple[str, ...]: ...
 def vector_isas() -> tuple[str, ...]: ...
 def built_with_cuda() -> bool: ...
 def cuda_device_count() -> int: ...
+def stream_handle(stream: Stream) -> int: ...
 
 class CopyJob:
     @property
@@ -61,7 +64,7 @@ class CopyJob:
     @property
     def bytes_done(self) -> int: ...
     def wait(self, num_chunks: int, timeout: float | None) -> bool | None: ...
-    def wait_on_stream(self, stream: int, num_chunks: int) -> bool: ...
+    def wait_on_stream(self, stream: Stream, num_chunks: int) -> bool: ...
     def cancel(self) -> None: ...
 
 class PageLock:
@@ -78,7 +81,7 @@ class CopyQueue:
         bytes_per_second: float,
     ) -> None: ...
     def submit(
-        self, src: list[Any], dst: list[Any], priority: int, after: int, wait_for_room: bool
+        self, src: list[Any], dst: list[Any], priority: int, after: Stream, wait_for_room: bool
     ) -> CopyJob | None: ...
     def stats(self) -> dict[str, int]: ...
     def close(self) -> None: ...
@@ -158,7 +161,7 @@ def rerope(
     rotary_offset: int,
     layout: str,
     num_threads: int,
-    stream: int,
+    stream: Stream,
     isa: str,
 ) -> None: ...
 def gated_delta(
@@ -175,7 +178,7 @@ def gated_delta(
     qk_l2norm: bool,
     scale: float,
     num_threads: int,
-    stream: int,
+    stream: Stream,
     isa: str,
 ) -> None: ...
 def causal_conv1d(
@@ -187,7 +190,7 @@ def causal_conv1d(
     cu_seqlens: Any,
     silu: bool,
     num_threads: int,
-    stream: int,
+    stream: Stream,
     isa: str,
 ) -> None: ...
 def copy_blocks(
@@ -197,5 +200,5 @@ def copy_blocks(
     dst_blocks: Any,
     *,
     num_threads: int = 0,
-    stream: int = 0,
+    stream: Stream = 0,
 ) -> None: ...

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvspan import _core
+from kvspan.ops.streams import Stream
 
 
 class CopyJob:
@@ -59,11 +60,12 @@ class CopyJob:
         """
         return self._job.wait(-1 if num_chunks is None else num_chunks, timeout)
 
-    def wait_on_stream(self, stream: int, num_chunks: int | None = None) -> bool:
+    def wait_on_stream(self, stream: Stream, num_chunks: int | None = None) -> bool:
         """Makes a CUDA stream wait for the first chunks; the host waits until they are enqueued.
 
         Args:
-            stream: a ``cudaStream_t`` as an integer (``torch.cuda.Stream.cuda_stream``).
+            stream: a ``cudaStream_t`` as an int, or a ``torch.cuda.Stream``, ``cuda.core.Stream``
+                or the like.
             num_chunks: as for :meth:`wait`.
 
         Returns:
@@ -116,7 +118,7 @@ class CopyQueue:
         )
 
     def submit(
-        self, src: Sequence[Any], dst: Sequence[Any], *, priority: int = 0, after: int = 0
+        self, src: Sequence[Any], dst: Sequence[Any], *, priority: int = 0, after: Stream = 0
     ) -> CopyJob:
         """Copies the bytes of ``src``, item after item, to those of ``dst``.
 
@@ -129,9 +131,9 @@ class CopyQueue:
             dst: written; items do not overlap.
             priority: a lower one goes first, also before the rest of a job that was begun; among
                 equals who came first.
-            after: CUDA: a ``cudaStream_t`` as an integer, whose work so far is waited for: the
-                producer of ``src``. Give such stores a queue of their own, since all behind them
-                waits too.
+            after: CUDA: a stream, as for :meth:`CopyJob.wait_on_stream`, whose work so far is
+                waited for: the producer of ``src``. Give such stores a queue of their own, since
+                all behind them waits too.
 
         Returns:
             The job; this waits while too much is queued (see :meth:`try_submit`).
@@ -144,7 +146,7 @@ class CopyQueue:
         return CopyJob(job)
 
     def try_submit(
-        self, src: Sequence[Any], dst: Sequence[Any], *, priority: int = 0, after: int = 0
+        self, src: Sequence[Any], dst: Sequence[Any], *, priority: int = 0, after: Stream = 0
     ) -> CopyJob | None:
         """As :meth:`submit`, but None instead of waiting while too much is queued."""
         job = self._queue.submit(_items(src), _items(dst), priority, after, False)

@@ -23,14 +23,17 @@ from kvspan.ops.hash import (
 )
 from kvspan.ops.moves import CHOOSE_BLOCK, MovePlan, MoveStats, StepKind, plan_moves, run_plan
 from kvspan.ops.rerope import copy_blocks, rerope, rerope_layers, vector_isas
+from kvspan.ops.streams import CudaStream, Stream
 
 __all__ = [
     "CHOOSE_BLOCK",
     "BlockChain",
+    "CudaStream",
     "ExtraRange",
     "MovePlan",
     "MoveStats",
     "StepKind",
+    "Stream",
     "TokenStore",
     "built_with_xxhash",
     "causal_conv1d",

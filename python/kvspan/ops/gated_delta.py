@@ -8,6 +8,7 @@ import numpy as np
 
 from kvspan import _core
 from kvspan.ops._arrays import as_int64
+from kvspan.ops.streams import Stream
 
 
 def gated_delta(
@@ -25,7 +26,7 @@ def gated_delta(
     qk_l2norm: bool = True,
     scale: float | None = None,
     num_threads: int = 0,
-    stream: int = 0,
+    stream: Stream = 0,
     isa: str = "auto",
 ) -> tuple[Any, Any]:
     """The gated delta rule (Gated DeltaNet, arXiv 2412.06464): outputs and the state after them.
@@ -57,7 +58,7 @@ def gated_delta(
         qk_l2norm: divide each ``q`` and ``k`` by ``sqrt(|x|^2 + 1e-6)`` first.
         scale: None: ``dk ** -0.5``.
         num_threads: on the CPU; 0 chooses by the size of the work. The bits are the same.
-        stream: on CUDA, the ``cudaStream_t`` as an int. The work is only enqueued.
+        stream: on CUDA, as for :func:`rerope`. The work is only enqueued.
         isa: on the CPU, the code to run: ``"auto"`` or one of :func:`vector_isas`.
 
     Returns:
@@ -105,7 +106,7 @@ def gated_delta_state(
     state_layout: str = "kv",
     qk_l2norm: bool = True,
     num_threads: int = 0,
-    stream: int = 0,
+    stream: Stream = 0,
     isa: str = "auto",
 ) -> Any:
     """The state that :func:`gated_delta` ends with, of the same bits, without its outputs.
@@ -147,7 +148,7 @@ def causal_conv1d(
     out: Any = None,
     activation: str | None = "silu",
     num_threads: int = 0,
-    stream: int = 0,
+    stream: Stream = 0,
     isa: str = "auto",
 ) -> tuple[Any, Any]:
     """A causal convolution of each channel over its last ``W`` inputs, then SiLU.

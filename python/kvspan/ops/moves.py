@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvspan import _core
 from kvspan.ops._arrays import Int64Array, as_int64
 from kvspan.ops.rerope import rerope_layers
+from kvspan.ops.streams import Stream
 
 CHOOSE_BLOCK = -1
 """As a destination: the planner chooses the block."""
@@ -284,7 +285,7 @@ def _step_deltas(plan: MovePlan, deltas: Any) -> Int64Array:
 class _HostBlocks:
     """A plan's host blocks, of every tensor; they take no part in rotations."""
 
-    def __init__(self, tensors: Sequence[Any], plan: MovePlan, stream: int) -> None:
+    def __init__(self, tensors: Sequence[Any], plan: MovePlan, stream: Stream) -> None:
         if plan.stats.num_staged == 0:
             return
         # As bytes where elements are 8-bit floats, which frameworks cannot index.
@@ -294,7 +295,7 @@ class _HostBlocks:
             else t
             for t in tensors
         ]
-        self.stream = stream
+        self.stream = _core.stream_handle(stream)
         self.blocks = [self._empty(t, plan.stats.host_used) for t in self.tensors]
 
     @staticmethod

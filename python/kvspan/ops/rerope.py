@@ -7,6 +7,7 @@ from typing import Any
 
 from kvspan import _core
 from kvspan.ops._arrays import as_int64
+from kvspan.ops.streams import Stream
 
 
 def rerope(
@@ -22,7 +23,7 @@ def rerope(
     rotary_offset: int = 0,
     layout: str = "token_rows",
     num_threads: int = 0,
-    stream: int = 0,
+    stream: Stream = 0,
     isa: str = "auto",
 ) -> None:
     """Move whole blocks of cached keys by ``deltas`` tokens: copy and rotate in one pass.
@@ -76,8 +77,9 @@ def rerope(
             row starts.
         layout: where a block holds what; see above.
         num_threads: on the CPU; 0 chooses by the size of the work.
-        stream: on CUDA, the ``cudaStream_t`` as an int (0: default stream). The work is only
-            enqueued; a captured graph repeats the same moves.
+        stream: on CUDA, a ``cudaStream_t`` as an int (0: default stream), or a
+            ``torch.cuda.Stream``, ``cuda.core.Stream`` or the like. The work is only enqueued; a
+            captured graph repeats the same moves.
         isa: on the CPU, the code to run: ``"auto"`` or one of :func:`vector_isas`.
 
     Raises:
@@ -119,7 +121,7 @@ def rerope_layers(
     rotary_offset: int = 0,
     layout: str = "token_rows",
     num_threads: int = 0,
-    stream: int = 0,
+    stream: Stream = 0,
     isa: str = "auto",
 ) -> None:
     """Move the same blocks in all layers at once: :func:`rerope` for keys, values copied beside.
@@ -166,7 +168,7 @@ def copy_blocks(
     dst_blocks: Any,
     *,
     num_threads: int = 0,
-    stream: int = 0,
+    stream: Stream = 0,
 ) -> None:
     """Copy whole blocks bit for bit: values, or keys that keep their position.
 
@@ -178,7 +180,7 @@ def copy_blocks(
         src_blocks: ``[num_moves]`` int64 block ids in ``src``, in host memory (or a list).
         dst_blocks: ``[num_moves]`` int64 block ids in ``dst``; rules as for :func:`rerope`.
         num_threads: on the CPU; 0 chooses by the size of the work.
-        stream: on CUDA, the ``cudaStream_t`` as an int. The work is only enqueued.
+        stream: on CUDA, as for :func:`rerope`. The work is only enqueued.
 
     Raises:
         ValueError, TypeError, RuntimeError: as for :func:`rerope`.
