@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -311,6 +312,16 @@ def test_ranks_have_parts_of_their_own() -> None:
     assert (page == 1).all(), "they cover the page, and do not overlap"
 
 
+def read_and_begin(track: Track, store: PageStore, tokens: list[int]) -> Plan | None:
+    """The plan once all has been read that it needs."""
+    while True:
+        while track.fetch is not None and not track.fetch.done:
+            time.sleep(0.001)
+        plan = track.begin(store, tokens, 0)
+        if track.fetch is None:
+            return plan
+
+
 def test_page_that_cannot_be_read_shortens_the_match(tmp_path: Path) -> None:
     machine = Machine(every=16)
     tokens = list(range(100))
@@ -328,7 +339,8 @@ def test_page_that_cannot_be_read_shortens_the_match(tmp_path: Path) -> None:
     tier = HostTier(2**20, page_bytes=GEOMETRY.page_bytes, disk=DiskLevel(tmp_path, 2**20, b"x"))
     store = PageStore(tier, GEOMETRY)
     track = Track(machine.settings, ROOT, Policy())
-    plan = track.begin(store, [*tokens, 7], 0)
+    assert track.begin(store, [*tokens, 7], 0) is None and track.fetch is not None
+    plan = read_and_begin(track, store, [*tokens, 7])
     assert plan is not None and plan.length == 5 * SIZE
     machine.check(plan, tokens)
     track.end_plan()

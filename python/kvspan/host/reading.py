@@ -140,15 +140,22 @@ class DiskReader:
                 self._memory.unpin(entry)
             fetch._waits_for, fetch._entries = [], []
 
-    def drop(self, key: bytes) -> None:
-        """What is being read under a key will not be found."""
+    def remove(self, key: bytes) -> None:
+        """Removes an entry from memory, also one that is being read: who waits for it is told."""
+        over: list[Fetch] = []
         with self._memory.lock:
+            self._memory.remove(key)
             reading = self._readings.pop(key, None)
             if reading is not None:
                 reading.dropped = True
                 if reading.entry is not None:
                     self._memory.withdraw(reading.entry)
+                if not reading.begun and reading in self._queue:
+                    self._queue.remove(reading)
+                over = self._end_fetches(reading, None)
                 self._ended.notify_all()
+        for fetch in over:
+            _tell(fetch)
 
     def keys(self) -> list[bytes]:
         """Of what is being read, or waits for that."""
@@ -223,22 +230,27 @@ class DiskReader:
             found = found and not reading.dropped
             if entry is not None:
                 self._memory.settle(entry, found)
-            over = []
-            for fetch in reading.fetches:
-                if found and entry is not None:
-                    self._memory.pin(entry)
-                    fetch._entries.append(entry)
-                    fetch.nbytes += entry.nbytes
-                fetch._waits_for.remove(reading)
-                if not fetch._waits_for:
-                    fetch._ended = time.monotonic()
-                    over.append(fetch)
-            reading.fetches = []
+            over = self._end_fetches(reading, entry if found else None)
             if entry is not None and not found:
                 self._memory.unpin(entry)
             self._forget(reading)
             self._ended.notify_all()
             return over
+
+    def _end_fetches(self, reading: _Reading, entry: Entry | None) -> list[Fetch]:
+        """With the lock held: hands what was read to those who wait; returns the complete ones."""
+        over = []
+        for fetch in reading.fetches:
+            if entry is not None:
+                self._memory.pin(entry)
+                fetch._entries.append(entry)
+                fetch.nbytes += entry.nbytes
+            fetch._waits_for.remove(reading)
+            if not fetch._waits_for:
+                fetch._ended = time.monotonic()
+                over.append(fetch)
+        reading.fetches = []
+        return over
 
     def _forget(self, reading: _Reading) -> None:
         """With the lock held."""

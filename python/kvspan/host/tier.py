@@ -258,9 +258,7 @@ class HostTier:
     def remove(self, key: bytes) -> None:
         """Removes an entry from every level, if it is there, also one that is being read."""
         self._check_open()
-        with self._memory.lock:
-            self._memory.remove(key)
-            self._reader.drop(key)
+        self._reader.remove(key)
         if self._disk:
             self._disk.remove(key)
 

@@ -18,7 +18,8 @@ from kvspan.errors import KvspanError
 from kvspan.host import SharedMemory
 from kvspan.host.pages import Bytes, anonymous_memory
 from kvspan.hybrid.groups import layer_map
-from kvspan.vllm.hybrid.scheduling import Refusing, Scheduling
+from kvspan.vllm.hybrid.refusing import Refusing
+from kvspan.vllm.hybrid.scheduling import Scheduling
 from kvspan.vllm.hybrid.steps import Arena, ReplayMetadata, StepDone
 from kvspan.vllm.hybrid.support import make_geometry, make_store, options, refusal
 from kvspan.vllm.hybrid.working import LOCAL, Working

@@ -148,8 +148,8 @@ def make_plan(
 
 
 def _hold(store: PageStore, names: Sequence[bytes]) -> list[View] | None:
-    """Views of all; None where something went meanwhile, or there is no memory to read it into."""
-    views = [store.tier.view(name) for name in names]
+    """Views of all; None where something is on disk, or went meanwhile."""
+    views = [store.view(name) for name in names]
     held = [view for view in views if view is not None]
     if len(held) == len(views):
         return held

@@ -22,13 +22,14 @@ from kvspan.host import SharedMemory
 from kvspan.hybrid.groups import LayerMap
 from kvspan.ops import digest_fields
 from kvspan.vllm.hybrid.orders import Restore, Work
-from kvspan.vllm.hybrid.plans import Plan, ReplayAudit, Settings
+from kvspan.vllm.hybrid.plans import Plan, Settings
 from kvspan.vllm.hybrid.policy import parse_policy
+from kvspan.vllm.hybrid.refusing import Refusing
 from kvspan.vllm.hybrid.steps import Arena, ReplayMetadata, StepDone
 from kvspan.vllm.hybrid.store import common_prefix, root_key
 from kvspan.vllm.hybrid.support import Options
 from kvspan.vllm.hybrid.tracking import Track, Written
-from kvspan.vllm.params import KEY, PROBE, fields_of
+from kvspan.vllm.params import KEY, fields_of
 from kvspan.vllm.stats import SpanStats
 
 if TYPE_CHECKING:
@@ -42,75 +43,17 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvspan")
 
 MAX_WAIT_STEPS = 256  # for blocks to restore into
-
-
-class Refusing:
-    """What remains of the scheduler's side where replay is off for a reason: it is said.
-
-    For the calls, see vLLM's KVConnectorBase_V1.
-    """
-
-    def __init__(self, reason: str = "") -> None:
-        self.reason = reason
-        self.audits: dict[str, ReplayAudit] = {}
-        self.stats = SpanStats()
-
-    def bind(self, manager: KVCacheManager) -> None:
-        return
-
-    def on_new_request(self, request: Request) -> None:
-        if KEY in (request.kv_transfer_params or {}):
-            self.refuse(request, self.reason, "configuration")
-
-    def refuse(self, request: Request, reason: str, kind: str) -> None:
-        """Say in log, counters and answer that a request runs without replay."""
-        self.stats.refuse(kind)
-        quiet = kind == "configuration" or request.request_id.startswith(PROBE)  # said elsewhere
-        say = logger.debug if quiet else logger.warning
-        say("kvspan: request %s runs without replay: %s", request.request_id, reason)
-        self.audits[request.request_id] = ReplayAudit(policy="off", refused=reason)
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        return 0, False
-
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        return
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReplayMetadata:
-        return ReplayMetadata()
-
-    def step_done(self, done: StepDone) -> None:
-        return
-
-    def request_finished(
-        self, request: Request, table: tuple[list[int], ...]
-    ) -> dict[str, Any] | None:
-        """vLLM frees the blocks in `table`. Returns what the answer's parameters say."""
-        audit = self.audits.pop(request.request_id, None)
-        return {KEY: audit.record()} if audit else None
-
-    def take_stats(self) -> SpanStats | None:
-        if self.stats.is_empty():
-            return None
-        stats, self.stats = self.stats, SpanStats()
-        return stats
-
-    def clear(self) -> bool | None:
-        """Forget all that is kept; None where nothing is."""
-        return None
-
-    def close(self) -> None:
-        return
+# A request that finds its prefix on disk only waits for so many rounds of reading, and so many
+# seconds in all. Then it goes on with what is in memory.
+MAX_READS = 3
+READ_S = 30.0
 
 
 @dataclass(eq=False)
 class Tracked:
     """A request of vLLM's. waited: steps that it was held back for blocks.
 
+    reads: times that it waited for files since it was admitted last; read_until: to wait for them.
     loaded: what its restore in the coming step does.
     """
 
@@ -119,6 +62,8 @@ class Tracked:
     ordinary_hasher: Any
     poisoned: bool = False
     waited: int = 0
+    reads: int = 0
+    read_until: float = 0.0
     loaded: tuple[Plan, Restore, Written] | None = None
 
 
@@ -220,9 +165,20 @@ class Scheduling(Refusing):
             track.capturing = False
             return 0, False
         self._unload(tracked)
+        if self._is_reading(tracked):
+            return None, False
         began = time.perf_counter()
-        plan = track.begin(self.store, request.all_token_ids, num_computed_tokens)
+        wanted = not tracked.reads or time.monotonic() < tracked.read_until
+        plan = track.begin(
+            self.store, request.all_token_ids, num_computed_tokens,
+            read=wanted and tracked.reads < MAX_READS,
+        )  # fmt: skip
         self.stats.add("replay_lookup_seconds", time.perf_counter() - began)
+        if track.fetch is not None:
+            if not tracked.reads:
+                tracked.read_until = time.monotonic() + READ_S
+            tracked.reads += 1
+            return None, False
         if self._more_is_coming(tracked, plan.length if plan else num_computed_tokens):
             track.end_plan()
             return None, False
@@ -237,6 +193,16 @@ class Scheduling(Refusing):
                 return None, False
             return 0, False
         return plan.length - num_computed_tokens, False
+
+    def _is_reading(self, tracked: Tracked) -> bool:
+        """Whether a request waits for files; others are scheduled meanwhile."""
+        fetch = tracked.track.fetch
+        if fetch is None:
+            return False
+        if not fetch.done and time.monotonic() < tracked.read_until:
+            return True
+        self.stats.add("replay_disk_seconds", fetch.seconds)
+        return False
 
     def _unload(self, tracked: Tracked) -> None:
         """A restore that was planned never was in a step."""
@@ -286,6 +252,7 @@ class Scheduling(Refusing):
             return
         if not request.skip_reading_prefix_cache:  # once, however often it was asked before
             self.stats.add("replay_tokens_looked_up", request.num_tokens)
+        tracked.reads = 0
         track = tracked.track
         plan = track.plan
         if plan is None:
@@ -405,6 +372,8 @@ class Scheduling(Refusing):
         if tracked is None:
             return super().request_finished(request, table)
         track = tracked.track
+        if track.fetch is not None:
+            self.stats.add("replay_disk_seconds", track.fetch.seconds)
         track.end_plan()
         self._unload(tracked)
         # By the time that the next step runs those sent before it have run, to the last token.

@@ -33,6 +33,7 @@ Tokens = np.ndarray
 Bytes = np.ndarray  # uint8
 
 _STATE_NAME = 73  # bytes: kind, parent, count, digest
+MOST_READ = 16  # beginnings of pages that are read from disk to see how far they match
 MOST_GROUPS = 64  # whose states can be kept apart
 
 
@@ -205,6 +206,11 @@ class PageStore:
     """The tree of pages over a host tier, which bounds, evicts and perhaps keeps them on disk.
 
     flops: floating-point operations to compute one token again, for the tier's choice of what goes.
+
+    Nobody waits for the disk in here. What a lookup would have to read is noted in `unread`; it
+    goes on as if that was not there, and is to be repeated once it has been fetched.
+
+    memory_only: lookups find nothing of what is on disk only.
     """
 
     def __init__(self, tier: HostTier, geometry: Geometry, flops: float = 1.0) -> None:
@@ -217,9 +223,21 @@ class PageStore:
         self._era = 0
         self._added = 0
         self._swept = 0
+        self.memory_only = False
+        self.unread: list[bytes] = []
         self._sweep()
 
     # Reading.
+
+    def view(self, name: bytes) -> View | None:
+        """An entry in place, if memory has it."""
+        view = self.tier.view(name, from_disk=False)
+        if view is None and self._has(name):
+            self.unread.append(name)
+        return view
+
+    def _has(self, name: bytes) -> bool:
+        return self.tier.in_memory(name) if self.memory_only else self.tier.contains(name)
 
     def match(self, keys: Sequence[bytes], root: bytes, tokens: Tokens, limit: int) -> Match:
         """The longest cached prefix of at most `limit` tokens. keys: of the prompt's full pages."""
@@ -228,7 +246,7 @@ class PageStore:
         parent = root
         for i, key in enumerate(keys[: limit // size]):
             name = self._full(parent, int(tokens[i * size]), key)
-            if not self.tier.contains(name):
+            if not self._has(name):
                 break
             pages.append(Found(name, size))
             parent = key
@@ -244,10 +262,17 @@ class PageStore:
     def _longest_child(self, parent: bytes, rest: Tokens) -> Found | None:
         place = (parent, int(rest[0]))
         best = None
-        for name in list(self._children.get(place, ())):
-            view = self.tier.view(name)
-            if view is None:
+        on_disk = 0
+        for name in self._children.get(place, [])[::-1]:  # the latest first
+            if not self.tier.contains(name):
                 self._forget(self._children, place, name)
+                continue
+            if not self.tier.in_memory(name):
+                on_disk += 1
+                if on_disk > MOST_READ:
+                    continue
+            view = self.view(name)
+            if view is None:
                 continue
             with view:
                 held = self.geometry.tokens(page_of(view))
@@ -277,9 +302,10 @@ class PageStore:
                     continue
                 if name != self._state(parent, own, name[:1], name[_STATE_NAME:]):
                     continue
-                if self.tier.contains(name):
+                if self._has(name):
                     return found
-                self._forget(kept, parent, name)
+                if not self.tier.contains(name):
+                    self._forget(kept, parent, name)
         return None
 
     # Writing.
@@ -363,8 +389,7 @@ class PageStore:
     def clear(self) -> None:
         """Remove every entry, and let none be found that is being written."""
         self._era += 1
-        for name in self.tier.stored_keys():
-            self.tier.remove(name)
+        self.tier.clear()
         self._sweep()
 
     # The tree.

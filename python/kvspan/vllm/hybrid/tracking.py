@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvspan.host import Fetch
 from kvspan.ops import BlockChain
 from kvspan.vllm.hybrid.orders import Fill, Restore, StateCopy, Table, Work
 from kvspan.vllm.hybrid.plans import Plan, Prompt, ReplayAudit, Settings, make_plan
@@ -76,6 +77,7 @@ class Track:
         self.policy = policy
         self.audit = ReplayAudit(policy=str(policy))
         self.plan: Plan | None = None
+        self.fetch: Fetch | None = None  # of what the coming plan needs
         self.base = 0
         self.pages: list[OpenPage] = []
         self.era = 0
@@ -95,12 +97,29 @@ class Track:
             self._keys += [row.tobytes() for row in rows]
         return self._keys
 
-    def begin(self, store: PageStore, token_ids: Sequence[int], local: int) -> Plan | None:
+    def begin(
+        self, store: PageStore, token_ids: Sequence[int], local: int, read: bool = True
+    ) -> Plan | None:
         """The restore that goes beyond `local` tokens which the device has, if there is one.
 
         Called again whenever the request is about to be scheduled anew: nothing of an earlier call
-        stays.
+        stays. If files are to be read first there is no plan yet but a `fetch`: once that is done
+        (or given up, without `read`) this is to be called again.
+
+        read: whether what is on disk only is to be used.
         """
+        fetched = [self.fetch] if self.fetch is not None else []  # pinned until there are views
+        self.fetch = None
+        try:
+            return self._begin(store, token_ids, local, read, fetched)
+        finally:
+            for fetch in fetched:
+                fetch.release()
+
+    def _begin(
+        self, store: PageStore, token_ids: Sequence[int], local: int, read: bool,
+        fetched: list[Fetch],
+    ) -> Plan | None:  # fmt: skip
         self.end_plan()
         self.drop_pages(store)
         size = self.settings.page
@@ -109,15 +128,29 @@ class Track:
         self.base = local // size
         self.published = self.last_state = local
         for _ in range(TRIES):  # what cannot be read is forgotten, and what is before it matches
+            store.memory_only, store.unread = not read, []
             match = store.match(keys, self.root, tokens, len(tokens) - 1)
             # What is computed from here on joins what is kept only if nothing is missing between.
             self.capturing = match.length >= local and not self.approximate
+            if self.policy.name == "off":
+                return None
             short = match.length <= local or match.length < self.settings.least
-            if short or self.policy.name == "off":
+            if short and not store.unread:
                 return None
             prompt = Prompt(self.root, tokens, keys)
-            plan = make_plan(store, self.settings, self.policy, prompt, match, local)
-            if plan is not None:
+            plan = None
+            if not short:
+                plan = make_plan(store, self.settings, self.policy, prompt, match, local)
+            if store.unread:
+                if plan is not None:
+                    plan.release()
+                names = [*(page.name for page in match.pages), *store.unread]
+                fetch = store.tier.fetch(names)
+                if not fetch.done:
+                    self.fetch = fetch
+                    return None
+                fetched.append(fetch)
+            elif plan is not None:
                 plan.audit.exact = plan.exact and not self.approximate
                 self.plan = plan
                 return plan
@@ -299,3 +332,6 @@ class Track:
         if self.plan is not None:
             self.plan.release()
             self.plan = None
+        if self.fetch is not None:
+            self.fetch.release()
+            self.fetch = None
