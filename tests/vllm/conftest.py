@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ if importlib.util.find_spec("torchvision") is None:
 
 import pytest
 from served import BLOCK, Served, save_tiny
+from span_hosted import counting, small
 
 
 @pytest.fixture(scope="session", params=["llama", "qwen3"])
@@ -33,6 +35,22 @@ def served(model_folder: Path) -> Served:
     served = Served.shared(model_folder, num_blocks=400, max_num_batched_tokens=2048)
     assert served.block_size == BLOCK
     return served
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def hosted(llama: Path) -> Served:
+    return small(llama)
+
+
+@pytest.fixture
+def counted() -> Iterator[Counter[str]]:
+    with counting() as total:
+        yield total
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from served import Served, scheduler_of
+from served import BLOCK, Served, scheduler_of
+from span_hosted import connector, host_of, pinned, settle
 from test_spans import TOLERANCE, make
 from traffic import (
     Ask,
@@ -29,6 +30,8 @@ from traffic import (
 
 # Random requests of one model in `test_nothing_is_left_behind`. The long run has 2000.
 REQUESTS = int(os.environ.get("KVSPAN_VLLM_REQUESTS", "150"))
+# Those of `test_evictions_to_the_host`. The long run has 2000.
+HOSTED_REQUESTS = int(os.environ.get("KVSPAN_VLLM_SOAK", "60"))
 
 
 @pytest.fixture
@@ -150,3 +153,31 @@ def test_nothing_is_left_behind(tight: Served) -> None:
 def resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
+
+
+def test_evictions_to_the_host(llama: Path, counted: Counter[str]) -> None:
+    """In a pool and a tier that are both too small, with aborts, against transformers."""
+    served = Served.shared(
+        llama, num_blocks=34, max_num_batched_tokens=90, max_num_seqs=8, max_model_len=1024,
+        connector=connector(40 * BLOCK * 3 * 2 * 2 * 32 * 4 / 2**30),
+    )  # fmt: skip
+    rng = np.random.default_rng(5)
+    free, verdict, aborted = free_blocks(served), Verdict(), 0
+    while verdict.requests < HOSTED_REQUESTS:
+        asks = [random_ask(rng) for _ in range(rng.integers(1, 6))]
+        doomed = {i: int(rng.integers(0, 8)) for i in range(len(asks)) if rng.random() < 0.2}
+        outputs = run(
+            served, asks, logprobs=50, abort=lambda step, i, at=doomed: at.get(i, -1) == step
+        )  # type: ignore[misc]
+        aborted += outputs.count(None)
+        for ask, output in zip(asks, outputs, strict=True):
+            if output is not None:
+                judge(served, ask, output, verdict)
+                assert verdict.max_error <= TOLERANCE and not verdict.wrong, (ask, verdict)
+        settle(served)
+        assert free_blocks(served) == free and pinned(served) == 0
+    told = {name: n for name, n in counted.items() if name.startswith("host") and n}
+    print(f"{verdict}, {aborted} aborted, {told}")
+    assert not host_of(served)._waits and not host_of(served)._offered
+    assert counted["host_loads"] >= HOSTED_REQUESTS // 10 and counted["host_evictions"] > 0
+    assert aborted and not verdict.fallbacks
