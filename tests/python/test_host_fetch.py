@@ -5,45 +5,14 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from kvspan.host import DiskLevel, Fetch, HostTier, reading
-from kvspan.host.pages import Bytes
+from kvspan.host import Fetch, HostTier, reading
+from slow_disk import WAIT, SlowDisk
 from test_host_disk import PAGE, content, file_of, open_tier
-
-WAIT = 60.0  # seconds until a test that hangs fails
-
-
-class SlowDisk:
-    """Reads of every tier stop until `go_on` is called. begun: their keys."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun: list[bytes] = []
-        self._changed = threading.Condition()
-        self._blocked = True
-        read = DiskLevel.read
-
-        def slow_read(disk: DiskLevel, key: bytes, out: Sequence[Bytes]) -> bool:
-            with self._changed:
-                self.begun.append(key)
-                self._changed.notify_all()
-                assert self._changed.wait_for(lambda: not self._blocked, WAIT)
-            return read(disk, key, out)
-
-        monkeypatch.setattr(DiskLevel, "read", slow_read)
-
-    def wait_for(self, count: int) -> None:
-        """Until so many reads have begun."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self.begun) >= count, WAIT)
-
-    def go_on(self) -> None:
-        with self._changed:
-            self._blocked = False
-            self._changed.notify_all()
 
 
 @pytest.fixture
