@@ -128,6 +128,11 @@ class Bounds(NamedTuple):
     norms: tuple[tuple[float, ...], ...]
     exact: GroupPlan
 
+    def exactly(self, parts: Mapping[int, int]) -> Bounds:
+        """The same with every group replayed exactly, from the nearest state that there is."""
+        groups = (_nearest(self.exact, parts.get(number)) for number in range(len(self.groups)))
+        return self._replace(groups=tuple(groups))
+
     def hold(self, number: int, found: Sequence[float]) -> bool:
         """Whether the bound of group `number` is within eps, its layers' states having these norms
         after the replay: an exact one is smaller by the error at most."""
@@ -169,8 +174,7 @@ def plan_bounded(
     for number, linear in enumerate(of_group):
         worst = bounds[:, linear].max(1)
         good = np.flatnonzero((worst <= MARGIN * policy.value) & (starts > 0))
-        own = (parts or {}).get(number, 0)
-        plan = GroupPlan(own, "part", 0.0) if own > exact.start else exact
+        plan = _nearest(exact, (parts or {}).get(number))
         if len(good) and (start := int(starts[good[-1]])) > plan.start:
             plan = GroupPlan(start, "zero", max(float(worst[good[-1]]), _LEAST))
         groups.append(plan)
@@ -182,6 +186,11 @@ def plan_bounded(
         tuple(tuple(map(float, norms[linear])) for linear in of_group),
         exact,
     )
+
+
+def _nearest(exact: GroupPlan, own: int | None) -> GroupPlan:
+    """The exact plan of a group. own: position of a state of its layers alone."""
+    return GroupPlan(own, "part", 0.0) if own and own > exact.start else exact
 
 
 def _joined(pages: Sequence[Bytes], length: int, cells: Cells) -> tuple[NDArray[np.int64], Floats]:

@@ -14,7 +14,7 @@ import numpy as np
 from kvspan.host import View
 from kvspan.host.pages import Spans
 from kvspan.hybrid.groups import LayerMap
-from kvspan.hybrid.plan import GroupPlan
+from kvspan.hybrid.plan import GroupPlan, budget
 from kvspan.vllm.hybrid.decay import Bounds, plan_bounded
 from kvspan.vllm.hybrid.policy import Policy
 from kvspan.vllm.hybrid.store import FoundState, Match, PageStore, page_of
@@ -67,6 +67,7 @@ class Plan:
     pages, state: what it reads, which the store keeps until `release`. start: where the replay
     begins, from `state` or, without one, from zero. bounds: where each group's does instead. parts:
     where the states of groups are that start from one of their own; part_views: what has them.
+    parting: under "bounded", the name that an exact state at `length` has.
     """
 
     length: int
@@ -81,6 +82,7 @@ class Plan:
     bounds: Bounds | None = None
     parts: dict[int, Spans] = field(default_factory=dict)
     part_views: list[View] = field(default_factory=list)
+    parting: bytes = b""
 
     def release(self) -> None:
         for view in (*self.pages, *self.part_views):
@@ -90,11 +92,15 @@ class Plan:
 
 
 class Prompt(NamedTuple):
-    """Tokens (int64) whose root and whose full pages' keys these are."""
+    """Tokens (int64) whose root and whose full pages' keys these are.
+
+    approximate: what follows it is that, however it is restored.
+    """
 
     root: bytes
     tokens: np.ndarray
     keys: Sequence[bytes]
+    approximate: bool = False
 
 
 def make_plan(
@@ -114,9 +120,12 @@ def make_plan(
     if held is None:
         return None
     pages, rest = held[: len(names)], held[len(names) :]
-    bounds, parts, part_views = None, {}, []
+    bounds, parts, part_views, parting = None, {}, [], b""
     if policy.name == "bounded":
-        bounds, found = _plan_groups(store, settings, policy, prompt, match, state, pages)
+        index = length // settings.page
+        parent = prompt.keys[index - 1] if index else prompt.root
+        parting = store.state_name(parent, prompt.tokens[index * settings.page : length])
+        bounds, found = _plan_groups(store, settings, policy, prompt, match, state, pages, parting)
         views = _hold(store, [part.name for part in found.values()])
         if views is None:
             for view in held:
@@ -126,14 +135,15 @@ def make_plan(
         for view, (number, part) in zip(views, found.items(), strict=True):
             parts[number] = store.geometry.parts(part.groups, view.spans)[number]
     if bounds is not None:
-        reached, start = False, min(group.start for group in bounds.groups)
+        reached = not any(group.bound for group in bounds.groups)
+        start = min(group.start for group in bounds.groups)
     exact = reached and (settings.pair or start == length)
     audit = ReplayAudit(
         policy=str(policy),
         matched=length,
         replayed=length - start,
         state_from=start if reached else -1,
-        exact=exact,
+        exact=exact and not prompt.approximate,
     )
     if policy.name == "bounded" and settings.layers is not None:
         alike = GroupPlan(start, "zero" if state is None else "checkpoint", 0.0)
@@ -143,7 +153,7 @@ def make_plan(
         ]
     return Plan(
         length, local, start, pages, rest[0] if rest else None, exact, prompt.tokens[:length],
-        audit, policy.name == "zero", bounds, parts, part_views,
+        audit, policy.name == "zero", bounds, parts, part_views, parting,
     )  # fmt: skip
 
 
@@ -160,10 +170,15 @@ def _hold(store: PageStore, names: Sequence[bytes]) -> list[View] | None:
 
 def _plan_groups(
     store: PageStore, settings: Settings, policy: Policy, prompt: Prompt, match: Match,
-    state: FoundState | None, pages: Sequence[View],
+    state: FoundState | None, pages: Sequence[View], parting: bytes,
 ) -> tuple[Bounds | None, dict[int, FoundState]]:  # fmt: skip
     """Where each group of a bounded restore starts, and, by group, the parts that some start from;
-    None if all of it is exact."""
+    None if all start from the state.
+
+    The first request that parts at a token is restored within its bound. Where another one does,
+    more are to be expected, and so are further turns of each: the exact state is made once, if the
+    last one is not too far, and kept; what follows it is exact then, and kept as well.
+    """
     cells, layers = store.geometry.cells, settings.layers
     assert cells is not None and layers is not None, "asked for where it is not kept"
     near = {}
@@ -173,12 +188,16 @@ def _plan_groups(
         )
         if part is not None:
             near[number] = part
+    positions = {number: part.position for number, part in near.items()}
     bounds = plan_bounded(
         policy.bounded(), layers, match.length, None if state is None else state.position,
-        [store.geometry.gates(page_of(page)) for page in pages], cells,
-        {number: part.position for number, part in near.items()},
+        [store.geometry.gates(page_of(page)) for page in pages], cells, positions,
     )  # fmt: skip
     if bounds is None:
         return None, {}
+    far = match.length - bounds.exact.start > max(settings.every, budget(match.length))
+    keeps = settings.pair and not prompt.approximate
+    if keeps and not far and parting in store.partings:
+        bounds = bounds.exactly(positions)
     starts = enumerate(bounds.groups)
     return bounds, {number: near[number] for number, group in starts if group.source == "part"}

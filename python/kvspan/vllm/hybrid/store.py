@@ -13,11 +13,13 @@ layers alone), the same and the groups, one bit for each.
 Only exact data comes here: what a request computes after an approximate restore is never added.
 That holds for ``G`` too. A restore within a bound rebuilds some groups exactly and others not; the
 exact ones, whose layers' states are those of a prefill, are kept at its boundary under such a name,
-which only requests within a bound ever look for. Nothing else of such a restore is kept.
+which only requests within a bound ever look for. Nothing else of such a restore is kept but where
+it ended (`Partings`).
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -168,6 +170,29 @@ class FoundState(NamedTuple):
         return [group for group in range(which.bit_length()) if which >> group & 1]
 
 
+class Partings:
+    """Where approximate restores ended, by the name that an exact state there would have. The last
+    `most` of them, and only as long as the process."""
+
+    def __init__(self, most: int = 4096) -> None:
+        self._most = most
+        self._names: OrderedDict[bytes, None] = OrderedDict()
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._names
+
+    def add(self, name: bytes) -> None:
+        self._names[name] = None
+        if len(self._names) > self._most:
+            self._names.popitem(last=False)
+
+    def discard(self, name: bytes) -> None:
+        self._names.pop(name, None)
+
+    def clear(self) -> None:
+        self._names.clear()
+
+
 class Match(NamedTuple):
     """The longest cached prefix of a prompt: `length` tokens, covered by `pages`."""
 
@@ -217,6 +242,7 @@ class PageStore:
         self.tier = tier
         self.geometry = geometry
         self.flops = flops
+        self.partings = Partings()
         self._children: dict[tuple[bytes, int], list[bytes]] = {}
         self._states: dict[bytes, list[bytes]] = {}
         self._parts: dict[bytes, list[bytes]] = {}
@@ -378,19 +404,29 @@ class PageStore:
             state.memory.abort()
             return
         if state.groups is None:
-            name, kept = self._state(parent, tokens, b"S"), self._states
+            name, kept = self.state_name(parent, tokens), self._states
         else:
             which = sum(1 << group for group in state.groups).to_bytes(MOST_GROUPS // 8, "little")
             name, kept = self._state(parent, tokens, b"G", which), self._parts
         if not self.tier.contains(name) and state.memory.publish(name, state.cost):
             self._remember(kept, parent, name)
         state.memory.commit()
+        if state.groups is None:  # all that there is of it
+            for part in self._parts.get(parent, [])[:]:
+                if part[1:_STATE_NAME] == name[1:]:
+                    self.tier.remove(part)
+                    self._forget(self._parts, parent, part)
 
     def clear(self) -> None:
         """Remove every entry, and let none be found that is being written."""
         self._era += 1
+        self.partings.clear()
         self.tier.clear()
         self._sweep()
+
+    def state_name(self, parent: bytes, tokens: Tokens) -> bytes:
+        """Under which a whole state is found."""
+        return self._state(parent, tokens, b"S")
 
     # The tree.
 

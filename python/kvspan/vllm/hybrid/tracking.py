@@ -15,6 +15,7 @@ import numpy as np
 
 from kvspan.host import Fetch
 from kvspan.ops import BlockChain
+from kvspan.vllm.hybrid.decay import Bounds
 from kvspan.vllm.hybrid.orders import Fill, Restore, StateCopy, Table, Work
 from kvspan.vllm.hybrid.plans import Plan, Prompt, ReplayAudit, Settings, make_plan
 from kvspan.vllm.hybrid.policy import Policy
@@ -29,7 +30,8 @@ class Written:
     """What is in pages and states once a step is over, and a request's positions that have run.
 
     pages: (page, first position written, positions filled, positions saved; -1: as before).
-    parts: of a restore that was exact for some groups alone. last: the request has ended.
+    parts, parting: of an approximate restore within a bound: what was exact of it, and its place.
+    last: the request has ended.
     """
 
     track: Track
@@ -38,6 +40,7 @@ class Written:
     pages: list[tuple[OpenPage, int, int, int]] = field(default_factory=list)
     state: OpenState | None = None
     parts: OpenState | None = None
+    parting: bytes = b""
     last: bool = False
 
     def settle(self, store: PageStore, token_ids: Sequence[int], failed: bool = False) -> None:
@@ -55,6 +58,8 @@ class Written:
                 track.new_states.append(self.state)
             else:
                 self.state.memory.abort()
+        if self.parting and not failed:
+            store.partings.add(self.parting)
         if self.parts is not None:  # exact whatever the request is
             if failed:
                 self.parts.memory.abort()
@@ -137,7 +142,7 @@ class Track:
             short = match.length <= local or match.length < self.settings.least
             if short and not store.unread:
                 return None
-            prompt = Prompt(self.root, tokens, keys)
+            prompt = Prompt(self.root, tokens, keys, self.approximate)
             plan = None
             if not short:
                 plan = make_plan(store, self.settings, self.policy, prompt, match, local)
@@ -151,7 +156,6 @@ class Track:
                     return None
                 fetched.append(fetch)
             elif plan is not None:
-                plan.audit.exact = plan.exact and not self.approximate
                 self.plan = plan
                 return plan
         return None
@@ -171,7 +175,11 @@ class Track:
             plan.bounds, parts=plan.parts,
         )  # fmt: skip
         written = Written(self, self.era, plan.length)
-        self._keep_parts(store, plan, restore, written)
+        if plan.exact:
+            store.partings.discard(plan.parting)  # one makes the state, if it is to be made
+        elif plan.bounds is not None:
+            written.parting = plan.parting
+            self._keep_parts(store, plan, plan.bounds, restore, written)
         offset = plan.length % size
         if self.capturing and offset:
             page = store.open()
@@ -190,15 +198,14 @@ class Track:
                 restore.keep = written.state.memory.spans
         return restore, written
 
-    def _keep_parts(self, store: PageStore, plan: Plan, restore: Restore,
+    def _keep_parts(self, store: PageStore, plan: Plan, bounds: Bounds, restore: Restore,
                     written: Written) -> None:  # fmt: skip
-        """The states of groups that a bounded restore replays exactly, so that the next request
-        that parts there does not have to."""
-        if plan.bounds is None or not self.settings.pair:
+        """The states of groups that are replayed exactly where others are not."""
+        if not self.settings.pair:
             return
         saves = {
             number: plan.length - group.start
-            for number, group in enumerate(plan.bounds.groups[:MOST_GROUPS])
+            for number, group in enumerate(bounds.groups[:MOST_GROUPS])
             if not group.bound and plan.length - group.start >= WORTH_KEEPING
         }
         written.parts = store.open_parts(plan.length, saves) if saves else None
