@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from kvspan.host import CopyJob, CopyQueue, Fetch, HostTier, Reservation
+from kvspan.ops import Stream
+from kvspan.vllm.fence import Fence
 
 logger = logging.getLogger("vllm.kvspan")
 
@@ -140,7 +142,7 @@ class SpanTier:
         self._rank = rank
         self._block_bytes = block_bytes(caches)
         device = self._caches[0].device
-        self._fence = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._fence = Fence(device)
         # Stores wait for the pass that computes them, and would hold up the loads behind them.
         self._store_queue = CopyQueue(str(device))
         # Loads have their memory already, on both sides.
@@ -169,7 +171,7 @@ class SpanTier:
 
     def load(self, submissions: Sequence[list[Transfer]]) -> None:
         """After the step's moves: begins its loads."""
-        after = self._behind() if submissions else 0
+        after = self._fence.behind() if submissions else 0
         for transfers in submissions:
             load = _Load(transfers)
             self._loads.append(load)
@@ -195,7 +197,7 @@ class SpanTier:
         dst = [page for _, reservation in entries for page in reservation.pages]
         job = None
         try:
-            job = self._store_queue.try_submit(src, dst, after=self._behind())
+            job = self._store_queue.try_submit(src, dst, after=self._fence.behind())
         finally:
             if job is None:
                 for transfer, reservation in entries:
@@ -236,7 +238,7 @@ class SpanTier:
         self._load_queue.close()
         self.tier.close()
 
-    def _arrived(self, load: _Load, after: int, fetch: Fetch) -> None:
+    def _arrived(self, load: _Load, after: Stream, fetch: Fetch) -> None:
         """All that a load needs is in memory, or cannot be had: copies what there is."""
         with load.lock:
             load.read_s = fetch.seconds if fetch.nbytes else 0.0
@@ -249,7 +251,7 @@ class SpanTier:
                 load.failed = load.job is None
                 fetch.release()
 
-    def _submit(self, load: _Load, after: int) -> None:
+    def _submit(self, load: _Load, after: Stream) -> None:
         src: list[Any] = []
         dst: list[Any] = []
         for transfer in load.transfers:
@@ -272,13 +274,6 @@ class SpanTier:
 
     def _blocks(self, transfer: Transfer) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
         return [(cache, transfer.blocks) for cache in self._caches]
-
-    def _behind(self) -> int:
-        """CUDA: a stream that comes after all that is enqueued by now; 0 on the CPU."""
-        if self._fence is None:
-            return 0
-        self._fence.wait_stream(torch.cuda.current_stream(self._fence.device))
-        return int(self._fence.cuda_stream)
 
     def _collect(self) -> None:
         """Ends the transfers that are over."""
