@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from kvspan.hybrid.groups import layer_map
 
+_LEAST_STAGED = 1 << 26  # bytes
 Parts = Callable[[Any], list[Tensor]]
 
 # Models alive. vLLM gives a connector the attention layers only, not the decoder around them.
@@ -53,11 +54,13 @@ def _(rows: Tensor, parts: Sequence[Tensor]) -> None:
 class Capture:
     """The buffers of a model. Further rows than the hidden vectors are taken by `tap`.
 
-    capacity: tokens of the largest step.
+    capacity: tokens of the largest step. staging: for `StagedSaving`, made here so that vLLM's
+    profile of memory counts it; None on the CPU.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.staging: Tensor | None = None
         self._rows: dict[str, Tensor] = {}
         self._off = False
 
@@ -128,6 +131,10 @@ def capture_streams(
         two = pair and "residual" in inspect.signature(type(layers[index]).forward).parameters
         parts = _side_by_side if pair else _sum
         capture.tap(stream(index), layers[index], hidden_size * (1 + two), dtype, parts)
+    device = next(decoder.parameters()).device
+    if device.type != "cpu":
+        nbytes = max(capture.nbytes, _LEAST_STAGED)
+        capture.staging = torch.empty(nbytes, dtype=torch.uint8, device=device)
     decoder.kvspan_capture = capture
     _decoders.add(decoder)
     return capture

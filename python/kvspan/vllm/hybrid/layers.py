@@ -1,39 +1,12 @@
-"""vLLM's modules as Tail-Replay uses them: running one layer by itself, and its bytes."""
+"""vLLM's modules as Tail-Replay uses them: running one layer by itself."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
-
-
-def to_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's bytes, on the host; the last axis is that of the bytes."""
-    held: np.ndarray = tensor.contiguous().cpu().view(torch.uint8).numpy()
-    return held
-
-
-def to_tensor(held: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """The opposite of `to_bytes`; a copy where the bytes may not be written."""
-    if not held.flags.writeable:
-        held = held.copy()
-    return torch.from_numpy(held).view(dtype)
-
-
-def to_host(into: np.ndarray, tensor: torch.Tensor) -> None:
-    """Write a tensor's bytes to a contiguous part of the host's memory, which may be longer."""
-    size = tensor.numel() * tensor.element_size()
-    held = torch.from_numpy(into.reshape(-1)[:size]).view(tensor.dtype)
-    held.view(tensor.shape).copy_(tensor)
-
-
-def in_memory_order(pool: torch.Tensor) -> torch.Tensor:
-    """A pool of blocks with its axes in the order of their strides, that of the blocks first."""
-    rest = sorted(range(1, pool.dim()), key=lambda axis: -pool.stride(axis))
-    return pool.permute(0, *rest)
 
 
 def run_block(

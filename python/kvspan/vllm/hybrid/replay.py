@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -17,20 +17,15 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvspan.host import CopyJob, CopyQueue
-from kvspan.host.pages import copy_bytes
 from kvspan.hybrid.groups import LINEAR, Group, layer_map
 from kvspan.vllm.hybrid.capture import captured, stream
 from kvspan.vllm.hybrid.decay import Bounds
 from kvspan.vllm.hybrid.gates import Gates, Part
-from kvspan.vllm.hybrid.layers import (
-    in_memory_order,
-    mixed_qkv,
-    to_bytes,
-    to_host,
-    to_tensor,
-)
+from kvspan.vllm.hybrid.layers import mixed_qkv
 from kvspan.vllm.hybrid.orders import Restore, StateCopy, Table, Work
+from kvspan.vllm.hybrid.raw import in_memory_order, to_tensor
 from kvspan.vllm.hybrid.running import GroupRunner
+from kvspan.vllm.hybrid.saving import Places, Saving, StagedSaving
 from kvspan.vllm.hybrid.store import Bytes, Geometry, cut
 
 if TYPE_CHECKING:
@@ -71,6 +66,9 @@ class Replayer:
     memory: Bytes | None = None
     timing: Timing = field(default_factory=Timing)
 
+    # Whether what is kept is staged on the device. None: where that is a GPU.
+    STAGED: ClassVar[bool | None] = None
+
     def __post_init__(self) -> None:
         self._group_of = {
             name: gid
@@ -103,6 +101,19 @@ class Replayer:
         for runner in self._runners.values():
             runner.warm_up(self.hidden_size * (1 + self.pair), self.config.model_config.dtype)
         self._gates = Gates(self.capture, self._linear) if self.geometry.cells else None
+        self.saving = self._make_saving()
+
+    def _make_saving(self) -> Saving:
+        places = Places(self.geometry, self.rank, self._page, self._pieces)
+        staged = self.device.type != "cpu" if self.STAGED is None else self.STAGED
+        if not staged:
+            return Saving(places)
+        parts = [part[0].nbytes for module in self._linear.values() for part in module.kv_cache]
+        least = max(self.geometry.block_bytes, self.geometry.row_bytes, *parts)
+        staging = self.capture.staging
+        if staging is None or len(staging) < least:
+            staging = torch.empty(least, dtype=torch.uint8, device=self.device)
+        return StagedSaving(places, staging, CopyQueue(str(self.device)))
 
     def _slots(self, table: Table, position: int) -> dict[int, int]:
         """`_slot` of every layer."""
@@ -121,27 +132,24 @@ class Replayer:
     @torch.inference_mode()
     def keep(self, works: list[Work], slots: torch.Tensor | None) -> None:
         """Write what a pass, or a request at its end, leaves. slots: of the pass's rows."""
-        geometry = self.geometry
-        if any(work.fills for work in works) and (self.rank == 0 or self._gates):
-            assert slots is not None
-            rows = {slot: row for row, slot in enumerate(slots.tolist())}
-            self._keep_gates([(rows[work.slot], work) for work in works])
-            # Where the device is the CPU these are views; numpy copies a single row in no time.
-            streams = [to_bytes(self.capture.rows(stream(i))[: len(slots)]) for i in self.streams]
-            for work in works if self.rank == 0 else ():
-                row = rows[work.slot]
-                for fill in work.fills:
-                    kept = geometry.hidden(self._page(fill.page))
-                    for into, held in zip(kept, streams, strict=True):
-                        into[fill.first : fill.first + fill.count] = held[row : row + fill.count]
-                    row += fill.count
+        filling = [work for work in works if work.fills]
+        if filling and slots is not None:
+            if self._gates:
+                rows = {slot: row for row, slot in enumerate(slots.tolist())}
+                self._keep_gates([(rows[work.slot], work) for work in filling])
+            if self.rank == 0:
+                streams = [self.capture.rows(stream(i))[: len(slots)] for i in self.streams]
+                self.saving.rows(streams, slots, filling)
+        copies = [copy for work in works for copy in work.copies]
+        if copies:
+            self.saving.blocks(self._pools(), copies)
         for work in works:
-            for page, block in work.copies:
-                kept = geometry.kv(self._page(page), self.rank)
-                for i, name in enumerate(self._attention_layers):
-                    to_host(kept[i], in_memory_order(self._context[name].kv_cache)[block])
             if work.state is not None:
                 self.keep_state(work.state)
+
+    def _pools(self) -> list[torch.Tensor]:
+        """Of the attention layers."""
+        return [self._context[name].kv_cache for name in self._attention_layers]
 
     def _keep_gates(self, works: list[tuple[int, Work]]) -> None:
         """Sum up what gates did to the tokens of a pass. works: with their first rows."""
@@ -179,11 +187,7 @@ class Replayer:
         ]
 
     def keep_state(self, copy: StateCopy) -> None:
-        self._write(copy.spans, self.states(copy.position, copy.table))
-
-    def _write(self, spans: Spans, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy states to this rank's part of the memory there."""
-        copy_bytes([to_bytes(tensor).reshape(-1) for tensor in tensors], self._pieces(spans))
+        self.saving.state(copy.spans, self.states(copy.position, copy.table))
 
     def _pieces(self, spans: Spans) -> list[Bytes]:
         """This rank's part of states in memory; all ranks' have one length."""
@@ -215,7 +219,8 @@ class Replayer:
             self.keep_state(StateCopy(plan.length, self._destination(plan), plan.keep))
         for number, spans in plan.keep_parts.items():
             layers = self.groups[number].layers
-            self._write(spans, self.states(plan.length, self._destination(plan), layers))
+            states = self.states(plan.length, self._destination(plan), layers)
+            self.saving.state(spans, states)
         timing = self.timing
         timing.restores += 1
         if copying is not None:
@@ -264,7 +269,7 @@ class Replayer:
             return None
         pages = [self.geometry.kv(self._page(at), self.rank) for at in plan.pages[first:]]
         blocks = plan.table[self._attention][first : len(plan.pages)]
-        pools = [in_memory_order(self._context[name].kv_cache) for name in self._attention_layers]
+        pools = [in_memory_order(pool) for pool in self._pools()]
         size = pools[0][0].nbytes
         return self.queue.submit(
             [page[i][:size] for i in range(len(pools)) for page in pages],
@@ -338,7 +343,7 @@ class Replayer:
         self._replay(plan, group, start, table)
 
     def _kept(self, spans: Spans, layers: Iterable[int]) -> Tensors:
-        """Kept states of these layers, as `_write` left them."""
+        """Kept states of these layers, as `Saving.state` left them."""
         pieces = self._pieces(spans)
         held = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         tensors: Tensors = {}
@@ -395,3 +400,4 @@ class Replayer:
 
     def close(self) -> None:
         self.queue.close()
+        self.saving.close()

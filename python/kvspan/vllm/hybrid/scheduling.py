@@ -348,8 +348,7 @@ class Scheduling(Refusing):
         self.stats.add("replay_wait_seconds", done.wait_s)
         while self._steps and self._steps[0].number <= done.step:
             step = self._steps.popleft()
-            # Of a step that nobody has reported nothing is known.
-            failed = done.failed or step.number != done.step
+            failed = step.number in done.failed
             for plan in step.plans:
                 plan.release()
             for tracked, written in step.written:

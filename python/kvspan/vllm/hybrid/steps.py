@@ -2,12 +2,13 @@
 
 Plain data, since they may be in different processes. The scheduler says where in the host tier's
 memory things are to be written or read (offsets in bytes); the worker, or each of a tensor-parallel
-group for its part, says which step is over. Everything else stays with the scheduler.
+group for its part, says which steps are over, to the last of their writes. Everything else stays
+with the scheduler.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -44,18 +45,24 @@ class ReplayMetadata(KVConnectorMetadata):
 
 @dataclass
 class StepDone(KVConnectorWorkerMetadata):
-    """A worker has done a step. failed: it raised, and wrote what nobody may read.
+    """A worker has done all steps up to `step`. failed: those that wrote what nobody may read.
 
-    copy_s, replay_s, wait_s: seconds that its restores took.
+    copy_s, replay_s, wait_s: seconds that restores took since it told the last time.
     """
 
     step: int
-    failed: bool = False
+    failed: tuple[int, ...] = ()
     copy_s: float = 0.0
     replay_s: float = 0.0
     wait_s: float = 0.0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepDone:
-        """Of two workers: over when both are; the seconds are those of the slower one."""
+        """Of two workers: over is what both have done; the seconds are those of the slower one."""
         assert isinstance(other, StepDone)
-        return StepDone(*(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
+        return StepDone(
+            min(self.step, other.step),
+            (*self.failed, *other.failed),
+            max(self.copy_s, other.copy_s),
+            max(self.replay_s, other.replay_s),
+            max(self.wait_s, other.wait_s),
+        )

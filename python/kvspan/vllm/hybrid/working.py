@@ -33,7 +33,6 @@ class Working:
         rank = get_tensor_model_parallel_rank()
         self.replayer = Replayer(config, caches, geometry, pair, rank)
         self._lock: _core.PageLock | None = None
-        self._done: StepDone | None = None
 
     def before_step(self, metadata: ReplayMetadata) -> None:
         """Before anything else of a step: what finished requests left in blocks now free."""
@@ -67,12 +66,14 @@ class Working:
             slots = get_forward_context().slot_mapping
             assert isinstance(slots, dict)
             self.replayer.keep(metadata.works, slots[self.replayer.attention_layer])
-        timing = self.replayer.take_timing()
-        self._done = StepDone(metadata.step, failed, timing.copy_s, timing.replay_s, timing.wait_s)
+        self.replayer.saving.end(metadata.step, failed)
 
     def take_done(self) -> StepDone | None:
-        done, self._done = self._done, None
-        return done
+        saved = self.replayer.saving.saved()
+        if not saved.step:
+            return None
+        timing = self.replayer.take_timing()
+        return StepDone(*saved, timing.copy_s, timing.replay_s, timing.wait_s)
 
     def close(self) -> None:
         self.replayer.close()

@@ -1,0 +1,221 @@
+"""The worker's writes to the host tier's memory: what passes, and requests at their end, leave.
+
+Needs torch, not vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from kvspan.host import CopyJob, CopyQueue
+from kvspan.host.pages import Bytes, Spans, copy_bytes
+from kvspan.ops import Stream
+from kvspan.vllm.hybrid.orders import Work
+from kvspan.vllm.hybrid.raw import in_memory_order, to_bytes, to_host
+from kvspan.vllm.hybrid.store import Geometry
+
+_ALIGN = 256  # bytes, of what is staged
+_REMEMBERED = 4096  # steps for which it is known that they failed
+
+
+@dataclass
+class Places:
+    """Where things are in the host tier's memory.
+
+    page: gives the bytes of the page at an offset. pieces: those of this worker's part of a state
+    that all ranks write together.
+    """
+
+    geometry: Geometry
+    rank: int
+    page: Callable[[int], Bytes]
+    pieces: Callable[[Spans], list[Bytes]]
+
+
+class Saved(NamedTuple):
+    """All writes of the steps up to `step` have ended, those of `failed` not as they should."""
+
+    step: int = 0
+    failed: tuple[int, ...] = ()
+
+    def then(self, step: int, failed: bool) -> Saved:
+        """Once another step is over; nothing is known of those between."""
+        lost = [*self.failed, *range(self.step + 1, step), *([step] if failed else ())]
+        return Saved(step, tuple(one for one in lost if one > step - _REMEMBERED))
+
+
+class Saving:
+    """Where the device is the CPU: what is written is there at once."""
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self._saved = Saved()
+
+    def rows(self, streams: Sequence[torch.Tensor], slots: torch.Tensor,
+             works: Sequence[Work]) -> None:  # fmt: skip
+        """Hidden vectors of a pass. streams: [rows, width] each. slots: of the rows."""
+        row_of = {slot: row for row, slot in enumerate(slots.tolist())}
+        held = [to_bytes(rows) for rows in streams]  # views; numpy copies single rows in no time
+        places = self.places
+        for work in works:
+            row = row_of[work.slot]
+            for fill in work.fills:
+                kept = places.geometry.hidden(places.page(fill.page))
+                for into, rows in zip(kept, held, strict=True):
+                    into[fill.first : fill.first + fill.count] = rows[row : row + fill.count]
+                row += fill.count
+
+    def blocks(self, pools: Sequence[torch.Tensor], copies: Sequence[tuple[int, int]]) -> None:
+        """KV of pages. pools: by layer, [blocks, ...]. copies: pages and their blocks."""
+        places = self.places
+        for page, block in copies:
+            kept = places.geometry.kv(places.page(page), places.rank)
+            for into, pool in zip(kept, pools, strict=True):
+                to_host(into, in_memory_order(pool)[block])
+
+    def state(self, spans: Spans, tensors: Sequence[torch.Tensor]) -> None:
+        """A state, or a part of one, which is at these places with those of all ranks."""
+        copy_bytes([to_bytes(one).reshape(-1) for one in tensors], self.places.pieces(spans))
+
+    def end(self, step: int, failed: bool) -> None:
+        """No more of a step is written. failed: nobody may read what was."""
+        self._saved = self._saved.then(step, failed)
+
+    def saved(self) -> Saved:
+        """Which steps are over, to the last of their writes."""
+        return self._saved
+
+    def close(self) -> None:
+        """What is under way is given up."""
+
+
+class StagedSaving(Saving):
+    """Where the device is a GPU: neither the host nor the next pass waits for copies.
+
+    What is to be written is copied on the device first, in the order of its stream, since the next
+    pass writes over it; from there a queue takes it, while the next step runs. A step ends with its
+    copies, in the order of steps.
+
+    staging: uint8, on the device, with room for the largest row, block and tensor of a state. Room
+    for what one step writes spares the device waiting within it.
+    queue: for these copies alone.
+    """
+
+    def __init__(self, places: Places, staging: torch.Tensor, queue: CopyQueue) -> None:
+        super().__init__(places)
+        self._staging = staging
+        self._queue = queue
+        self._at = 0
+        self._src: list[torch.Tensor] = []
+        self._dst: list[Bytes] = []
+        self._jobs: list[CopyJob] = []  # of this step
+        self._before: CopyJob | None = None  # which reads what is to be written over
+        self._steps: deque[tuple[int, bool, list[CopyJob]]] = deque()
+
+    def rows(self, streams: Sequence[torch.Tensor], slots: torch.Tensor,
+             works: Sequence[Work]) -> None:  # fmt: skip
+        device = slots.device
+        counts = torch.tensor([sum(fill.count for fill in work.fills) for work in works])
+        # A work's tokens are one after the other; where its first is, only the device knows.
+        firsts = torch.tensor([work.slot for work in works], dtype=slots.dtype).to(device)
+        found = (slots == firsts[:, None]).int().argmax(1)
+        starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+        offsets = torch.arange(len(starts)) - starts
+        which = torch.arange(len(works)).repeat_interleave(counts)
+        wanted = found[which.to(device)] + offsets.to(device)
+        places = self.places
+        for stream, rows in enumerate(streams):
+            into = [
+                places.geometry.hidden(places.page(fill.page))[stream][fill.first :][: fill.count]
+                for work in works
+                for fill in work.fills
+            ]
+            self._put_rows(rows, wanted, into)
+
+    def blocks(self, pools: Sequence[torch.Tensor], copies: Sequence[tuple[int, int]]) -> None:
+        places = self.places
+        pages = [places.geometry.kv(places.page(page), places.rank) for page, _ in copies]
+        wanted = torch.tensor([block for _, block in copies]).to(pools[0].device)
+        for layer, pool in enumerate(map(in_memory_order, pools)):
+            self._put_rows(pool, wanted, [page[layer][: pool[0].nbytes] for page in pages])
+
+    def state(self, spans: Spans, tensors: Sequence[torch.Tensor]) -> None:
+        into = self.places.pieces(spans)
+        for tensor in tensors:
+            place = self._reserve(tensor.nbytes)
+            place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            into = self._put(place, into)
+
+    def end(self, step: int, failed: bool) -> None:
+        if failed:
+            self._src, self._dst = [], []
+        self._submit()
+        self._steps.append((step, failed, self._jobs))
+        self._jobs, self._at = [], 0
+
+    def saved(self) -> Saved:
+        while self._steps:
+            step, failed, jobs = self._steps[0]
+            states = [job.state for job in jobs]
+            if "pending" in states:
+                break
+            self._steps.popleft()
+            self._saved = self._saved.then(step, failed or any(s != "done" for s in states))
+        return self._saved
+
+    def close(self) -> None:
+        self._queue.close()
+
+    def _put_rows(self, held: torch.Tensor, wanted: torch.Tensor, into: list[Bytes]) -> None:
+        """Write held[wanted] to these places, one after the other."""
+        each = held[0].nbytes
+        for part in wanted.split(max(len(self._staging) // each, 1)):
+            place = self._reserve(len(part) * each)
+            shaped = place.view(held.dtype).view(len(part), *held.shape[1:])
+            torch.index_select(held, 0, part, out=shaped)
+            into = self._put(place, into)
+
+    def _reserve(self, nbytes: int) -> torch.Tensor:
+        """A part of what is staged, uint8 [nbytes]."""
+        if self._at + nbytes > len(self._staging):
+            self._submit()
+            self._at = 0
+        if self._at == 0 and self._before is not None:
+            # Where that copy has failed its step is told so.
+            with contextlib.suppress(RuntimeError):
+                self._before.wait_on_stream(self._stream())
+            self._before = None
+        place = self._staging[self._at : self._at + nbytes]
+        self._at += -(-nbytes // _ALIGN) * _ALIGN
+        return place
+
+    def _put(self, place: torch.Tensor, into: list[Bytes]) -> list[Bytes]:
+        """Write what is staged there to as many of these bytes; returns those that are left."""
+        self._src.append(place)
+        left = place.nbytes
+        for number, piece in enumerate(into):
+            flat = piece.reshape(-1)
+            self._dst.append(flat[:left])
+            if len(flat) > left:
+                return [flat[left:], *into[number + 1 :]]
+            left -= len(flat)
+            if left == 0:
+                return into[number + 1 :]
+        raise AssertionError("less room than there are bytes")
+
+    def _submit(self) -> None:
+        if self._src:
+            job = self._queue.submit(self._src, self._dst, after=self._stream())
+            self._jobs.append(job)
+            self._before = job
+            self._src, self._dst = [], []
+
+    def _stream(self) -> Stream:
+        device = self._staging.device
+        return torch.cuda.current_stream(device) if device.type == "cuda" else 0
