@@ -17,6 +17,7 @@ add_library(kvspan_core STATIC
   cpp/src/gated_delta_cpu_avx512.cpp
   cpp/src/gated_delta_cpu_baseline.cpp
   cpp/src/graph.cpp
+  cpp/src/large_vector.cpp
   cpp/src/move_schedule.cpp
   cpp/src/rerope_cpu.cpp
   cpp/src/rerope_cpu_avx2.cpp

@@ -90,33 +90,33 @@ constexpr std::int32_t kPrefetchDistance = 16;
 // its own or another's, and the pieces are put together afterwards.
 class Peeler {
  public:
-  explicit Peeler(std::span<const std::int32_t> successor)
+  explicit Peeler(LargeVector<std::int32_t> successor)
       : num_nodes_(static_cast<std::int32_t>(successor.size())), nodes_(successor.size()) {
     for (std::int32_t v = 0; v < num_nodes_; ++v) nodes_[v] = {successor[v], 0};
     for (const std::int32_t next : successor) {
       if (next >= 0) ++nodes_[next].num_waits;
     }
-    components_.nodes.resize(num_nodes_);
-    components_.position_of.resize(num_nodes_);
+    out_.nodes.resize(num_nodes_);
+    out_.successor = std::move(successor);  // overwritten position by position
+    out_.cycle_offsets.push_back(0);
   }
 
-  Components run() {
+  PeeledGraph run() {
     const std::int32_t num_on_cycles = peel();
-    components_.offsets.reserve(num_nodes_ + 1);
-    components_.offsets.push_back(0);
     if (num_on_cycles > 0) {
       walk_cycles(num_on_cycles);
       join_pieces();
     }
     for (std::int32_t position = num_on_cycles; position < num_nodes_; ++position) {
-      components_.offsets.push_back(position + 1);
+      std::int32_t& next = out_.successor[position];
+      if (next >= 0) next = nodes_[next].successor_or_position;
     }
-    return std::move(components_);
+    return std::move(out_);
   }
 
  private:
   struct Node {
-    std::int32_t successor;
+    std::int32_t successor_or_position;  // its position once it has one
     // The nodes before it that are not peeled: 0 of one that may be or is, 1 of one on a cycle.
     // Then below 0 where a walker was: ~p for the first node of piece p.
     std::int32_t num_waits;
@@ -137,27 +137,21 @@ class Peeler {
   static constexpr std::int32_t kNumWalkers = 16;
   static constexpr std::int32_t kRoom = 4096;
 
-  void place(std::int32_t position, std::int32_t node) {
-    components_.nodes[position] = node;
-    components_.position_of[node] = position;
-  }
-
   // Nodes that are on no cycle go to the end, those waited for first: the last peeled comes first.
   // Returns the number of the others.
   std::int32_t peel() {
-    LargeVector<std::int32_t> successor_at(num_nodes_);  // by position
-    std::int32_t begin = num_nodes_;                     // peeled nodes have positions from here on
+    std::int32_t begin = num_nodes_;  // peeled nodes have positions from here on
     const auto add = [&](std::int32_t node) {
-      place(--begin, node);
-      successor_at[begin] = nodes_[node].successor;
+      out_.nodes[--begin] = node;
+      out_.successor[begin] = std::exchange(nodes_[node].successor_or_position, begin);
     };
     for (std::int32_t node = 0; node < num_nodes_; ++node) {
       if (nodes_[node].num_waits == 0) add(node);
     }
     for (std::int32_t position = num_nodes_; position-- > begin;) {
-      const std::int32_t ahead = successor_at[std::max(position - kPrefetchDistance, begin)];
+      const std::int32_t ahead = out_.successor[std::max(position - kPrefetchDistance, begin)];
       if (ahead >= 0) __builtin_prefetch(&nodes_[ahead], 1);
-      const std::int32_t next = successor_at[position];
+      const std::int32_t next = out_.successor[position];
       if (next >= 0 && --nodes_[next].num_waits == 0) add(next);
     }
     return begin;
@@ -210,7 +204,7 @@ class Peeler {
     Node& node = nodes_[walker.node];
     node.num_waits = mark;
     walked_[walker.room_begin++] = walker.node;
-    walker.node = node.successor;
+    walker.node = node.successor_or_position;
     __builtin_prefetch(&nodes_[walker.node], 1);
   }
 
@@ -224,7 +218,7 @@ class Peeler {
     Piece& piece = pieces_[walker.piece];
     if (~mark == walker.piece) {  // a whole cycle: its room and its piece are free again
       append_cycle_nodes(piece.begin, walker.room_begin);
-      components_.offsets.push_back(position_);
+      close_cycle();
       walker.room_begin = piece.begin;
       return start(walker);
     }
@@ -236,9 +230,19 @@ class Peeler {
     return true;
   }
 
-  // What was walked from begin to end - 1 comes next among the components.
+  // What was walked from begin to end - 1 comes next among the cycles.
   void append_cycle_nodes(std::int32_t begin, std::int32_t end) {
-    for (std::int32_t k = begin; k < end; ++k) place(position_++, walked_[k]);
+    for (std::int32_t k = begin; k < end; ++k) {
+      out_.nodes[position_] = walked_[k];
+      nodes_[walked_[k]].successor_or_position = position_;
+      out_.successor[position_] = position_ + 1;
+      ++position_;
+    }
+  }
+
+  void close_cycle() {
+    out_.successor[position_ - 1] = out_.cycle_offsets.back();
+    out_.cycle_offsets.push_back(position_);
   }
 
   void join_pieces() {
@@ -248,7 +252,7 @@ class Peeler {
         append_cycle_nodes(pieces_[p].begin, pieces_[p].end);
         p = std::exchange(pieces_[p].next, -1);
       }
-      components_.offsets.push_back(position_);
+      close_cycle();
     }
   }
 
@@ -258,13 +262,13 @@ class Peeler {
   std::int32_t walked_used_ = 0;
   std::int32_t position_ = 0;  // behind the cycles placed so far
   LargeVector<Piece> pieces_;
-  Components components_;
+  PeeledGraph out_;
 };
 
 }  // namespace
 
-Components strongly_connected_components(std::span<const std::int32_t> successor) {
-  return Peeler(successor).run();
+PeeledGraph peel_graph(LargeVector<std::int32_t> successor) {
+  return Peeler(std::move(successor)).run();
 }
 
 }  // namespace kvspan

@@ -20,24 +20,24 @@ struct SlotGroup {
 
 class Scheduler {
  public:
-  Scheduler(std::span<const std::int32_t> successor, const ScheduleLimits& limits,
+  Scheduler(Int32Vector successor, const ScheduleLimits& limits,
             std::span<const std::int64_t> dst_blocks)
-      : limits_(limits), dst_blocks_(dst_blocks) {
-    Components components = strongly_connected_components(successor);
-    num_moves_ = static_cast<std::int32_t>(successor.size());
-    out_.move_of = std::move(components.nodes);
-    component_offsets_ = std::move(components.offsets);
-    successor_.resize(num_moves_);
+      : limits_(limits),
+        dst_blocks_(dst_blocks),
+        num_moves_(static_cast<std::int32_t>(successor.size())) {
+    PeeledGraph graph = peel_graph(std::move(successor));
+    out_.move_of = std::move(graph.nodes);
+    out_.num_cycles = graph.num_cycles();
+    cycle_offsets_ = std::move(graph.cycle_offsets);
+    successor_ = std::move(graph.successor);
     num_waits_.assign(num_moves_, 0);
-    for (std::int32_t step = 0; step < num_moves_; ++step) {
-      const std::int32_t next = successor[out_.move_of[step]];
-      successor_[step] = next < 0 ? next : components.position_of[next];
-      if (next >= 0) ++num_waits_[successor_[step]];
+    for (const std::int32_t next : successor_) {
+      if (next >= 0) ++num_waits_[next];
     }
   }
 
   Schedule run() {
-    const bool has_cycles = num_components() < num_moves_;
+    const bool has_cycles = out_.num_cycles > 0;
     const bool limits_depth = limits_.max_depth <= num_moves_;  // a cycle takes one more
     if (has_cycles || limits_depth) {
       if (limits_depth) find_roots();
@@ -47,15 +47,14 @@ class Scheduler {
     if (limits_batches) count_followers();
     assign_slots();
     out_.steps.reserve(num_moves_ + num_saved());
+    // At most, where each batch has one step; what is not used is never touched.
+    out_.batch_offsets.reserve(num_moves_ + num_saved() + 1);
     out_.batch_offsets.push_back(0);
     limits_batches ? run_by_priority() : run_by_level();
     return std::move(out_);
   }
 
  private:
-  std::int32_t num_components() const {
-    return static_cast<std::int32_t>(component_offsets_.size()) - 1;
-  }
   std::int32_t num_saved() const { return static_cast<std::int32_t>(out_.saved.size()); }
 
   template <typename Visit>
@@ -66,12 +65,12 @@ class Scheduler {
   // A name for each weakly connected component: a step that all of its steps lead to.
   void find_roots() {
     root_.resize(num_moves_);
-    for (std::int32_t c = 0; c < num_components(); ++c) {
-      const std::int32_t begin = component_offsets_[c];
-      const std::int32_t end = component_offsets_[c + 1];
-      const bool is_root = end - begin > 1 || successor_[begin] < 0;
-      const std::int32_t root = is_root ? begin : root_[successor_[begin]];
-      std::fill(root_.begin() + begin, root_.begin() + end, root);
+    for (std::int32_t c = 0; c < out_.num_cycles; ++c) {
+      std::fill(root_.begin() + cycle_offsets_[c], root_.begin() + cycle_offsets_[c + 1],
+                cycle_offsets_[c]);
+    }
+    for (std::int32_t step = cycle_offsets_.back(); step < num_moves_; ++step) {
+      root_[step] = successor_[step] < 0 ? step : root_[successor_[step]];
     }
   }
 
@@ -80,16 +79,11 @@ class Scheduler {
   void break_up() {
     height_.assign(num_moves_, 0);
     // At most, where depth is not limited; what is not used is never touched.
-    out_.cycle_steps.reserve(num_moves_);
+    out_.cycle_steps.reserve(cycle_offsets_.back());
     out_.saved.reserve(num_moves_ / 2);
-    for (std::int32_t c = num_components(); c-- > 0;) {
-      const std::int32_t begin = component_offsets_[c];
-      const std::int32_t end = component_offsets_[c + 1];
-      if (end - begin > 1) {
-        open_cycle(begin, end);
-      } else {
-        raise_successor(begin);
-      }
+    for (std::int32_t step = num_moves_; step-- > cycle_offsets_.back();) raise_successor(step);
+    for (auto c = static_cast<std::int32_t>(out_.num_cycles); c-- > 0;) {
+      open_cycle(cycle_offsets_[c], cycle_offsets_[c + 1]);
     }
   }
 
@@ -106,7 +100,6 @@ class Scheduler {
   // The steps begin to end - 1 are a cycle. The one with the longest tree behind it becomes the
   // last, so that the others can go on meanwhile.
   void open_cycle(std::int32_t begin, std::int32_t end) {
-    ++out_.num_cycles;
     out_.largest_cycle = std::max<std::int64_t>(out_.largest_cycle, end - begin);
     const auto heights = height_.begin();
     const auto last =
@@ -343,22 +336,22 @@ class Scheduler {
   const ScheduleLimits limits_;
   const std::span<const std::int64_t> dst_blocks_;
   std::int32_t num_moves_;
-  Int32Vector component_offsets_;  // strongly connected: runs of steps, successors first
-  Int32Vector successor_;          // [num_moves], a step; after pack() also of a slot's readers
-  Int32Vector num_waits_;          // [num_steps], steps that must run before
-  Int32Vector height_;             // [num_moves], the batch it could run in
-  Int32Vector root_;               // [num_moves], empty where depth is not limited
-  Int32Vector saved_of_;           // [num_moves], by writer, -1 without
-  Int32Vector by_component_;       // [num_saved], saved blocks
-  Int32Vector num_followers_;      // [num_steps], where batches are limited
+  Int32Vector cycle_offsets_;  // [num_cycles + 1], steps; those behind are on no cycle
+  Int32Vector successor_;      // [num_moves], a step; after pack() also of a slot's readers
+  Int32Vector num_waits_;      // [num_steps], steps that must run before
+  Int32Vector height_;         // [num_moves], the batch it could run in
+  Int32Vector root_;           // [num_moves], empty where depth is not limited
+  Int32Vector saved_of_;       // [num_moves], by writer, -1 without
+  Int32Vector by_component_;   // [num_saved], saved blocks
+  Int32Vector num_followers_;  // [num_steps], where batches are limited
   Schedule out_;
 };
 
 }  // namespace
 
-Schedule schedule_moves(std::span<const std::int32_t> successor, const ScheduleLimits& limits,
+Schedule schedule_moves(Int32Vector successor, const ScheduleLimits& limits,
                         std::span<const std::int64_t> dst_blocks) {
-  return Scheduler(successor, limits, dst_blocks).run();
+  return Scheduler(std::move(successor), limits, dst_blocks).run();
 }
 
 }  // namespace kvspan

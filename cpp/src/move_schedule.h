@@ -53,7 +53,7 @@ struct Schedule {
 
 // successor: [num_moves], a move, kNoMove or kLeftOut; no move is its own. dst_blocks names blocks
 // in messages. Throws ArgumentError where the saved blocks of a component fit neither budget.
-Schedule schedule_moves(std::span<const std::int32_t> successor, const ScheduleLimits& limits,
+Schedule schedule_moves(Int32Vector successor, const ScheduleLimits& limits,
                         std::span<const std::int64_t> dst_blocks);
 
 }  // namespace kvspan

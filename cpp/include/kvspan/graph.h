@@ -32,9 +32,20 @@ struct Components {
 // Fewer than 2^30 nodes. Assumes a valid graph.
 Components strongly_connected_components(const CsrGraph& graph);
 
-// The same for a graph of at most one edge from each node: to successor[v], or none if that is
-// negative. successor: [num_nodes]. Its components of more than one node are cycles, so that it
-// takes no search: what is on none is peeled off. Several times as fast where edges go anywhere.
-Components strongly_connected_components(std::span<const std::int32_t> successor);
+// A graph of at most one edge from each node, its nodes in another order: cycle by cycle, each in
+// the order of its edges, then the nodes on none, each behind the one it leads to. A node's place
+// in that order is its position.
+struct PeeledGraph {
+  LargeVector<std::int32_t> nodes;          // [num_nodes], by position
+  LargeVector<std::int32_t> successor;      // [num_nodes], by position, a position or as given
+  LargeVector<std::int32_t> cycle_offsets;  // [num_cycles + 1], from 0: positions
+
+  std::int32_t num_cycles() const { return static_cast<std::int32_t>(cycle_offsets.size()) - 1; }
+};
+
+// The strongly connected components of such a graph: its cycles, and each other node alone. That
+// takes no search: what is on no cycle is peeled off. Several times as fast where edges go
+// anywhere. successor: [num_nodes], to which node each leads, or negative for none.
+PeeledGraph peel_graph(LargeVector<std::int32_t> successor);
 
 }  // namespace kvspan
