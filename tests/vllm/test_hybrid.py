@@ -1,8 +1,4 @@
-"""Hybrid models on real vLLM: a prefix is hit at the exact token where two prompts part.
-
-The oracle is stock vLLM prefilling in two steps, split at the boundary: one step of another shape
-rounds bfloat16 differently.
-"""
+"""Hybrid models on real vLLM: a prefix is hit at the exact token where two prompts part."""
 
 from __future__ import annotations
 
@@ -13,14 +9,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from hybrid_served import VOCAB, Answer, HybridServed, difference, save_hybrid
+from hybrid_checks import (
+    BASE,
+    ROUNDING,
+    SUFFIX,
+    WRONG,
+    Watched,
+    check_mixed_batch,
+    check_split_prefill,
+    drop_states,
+    names,
+    pinned,
+    split_at,
+    tokens,
+)
+from hybrid_served import HybridServed, difference, save_hybrid
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from kvspan.host import CopyQueue, HostTier
 from kvspan.vllm.hybrid import scheduling
-from kvspan.vllm.hybrid.layers import to_bytes
 from kvspan.vllm.stats import SpanStats
 
 MORE = int(os.environ.get("KVSPAN_VLLM_BOUNDARIES", "0"))  # so many random boundaries beside these
@@ -28,18 +36,6 @@ BOUNDARIES = (
     *(63, 64, 65, 255, 256, 512, 777, 1531, 1999),
     *random.Random(0).sample(range(2, 2000), MORE),
 )
-SUFFIX = 60
-# Mean difference in log-probability: steps of other shapes round to 0.01-0.06, wrong states differ
-# by 0.2 and more.
-ROUNDING, WRONG = 0.12, 0.15
-
-
-def tokens(seed: int, count: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, VOCAB, (count,), generator=generator).tolist()
-
-
-BASE = tokens(1, 2000)
 
 
 @pytest.fixture(
@@ -77,89 +73,11 @@ def _fresh(served: HybridServed) -> None:
     served.forget()
 
 
-def state_bytes(replayer: Any, position: int, table: Any) -> bytes:
-    """A request's state on the device."""
-    parts = [to_bytes(tensor) for tensor in replayer.states(position, table)]
-    return b"".join(part.tobytes() for part in parts)
-
-
-class Watched:
-    """The states that restores leave in their requests' blocks, as bytes."""
-
-    def __init__(self, served: HybridServed, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.restored: list[bytes] = []
-        replayer = served.replayer
-        restore = replayer.restore
-
-        def restore_and_look(plan: Any) -> None:
-            restore(plan)
-            self.restored.append(state_bytes(replayer, plan.length, replayer._destination(plan)))
-
-        monkeypatch.setattr(replayer, "restore", restore_and_look)
-
-    def donor(self, served: HybridServed, prompt: list[int]) -> bytes:
-        """The state after a prompt that runs alone."""
-        found = {}
-        replayer = served.replayer
-        original = replayer.keep_state
-
-        def keep(copy: Any) -> None:
-            found[copy.position] = state_bytes(replayer, copy.position, copy.table)
-            original(copy)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(replayer, "keep_state", keep)
-            served.ask([prompt], 1)
-        return found[len(prompt)]
-
-
-def names(served: HybridServed, kind: bytes) -> list[bytes]:
-    tier = served.side.store.tier
-    return [name for name in tier.stored_keys() if name[:1] in kind]
-
-
-def drop_states(served: HybridServed) -> None:
-    """Leave pages only, so that the next restore replays everything."""
-    for name in names(served, b"SG"):
-        served.side.store.tier.remove(name)
-
-
-def pinned(served: HybridServed) -> int:
-    """Bytes of the tier."""
-    return served.side.store.tier.pinned_bytes()  # type: ignore[no-any-return]
-
-
-def split_at(served: HybridServed, m: int, suffix: list[int]) -> Answer:
-    """Stock vLLM's answer: the prefix in a step of its own, then the rest."""
-    if served.mode == "align":
-        # Steps end on blocks there. A kept state of exactly the prefix is the same thing: it was
-        # computed by a prefill of the prefix alone, and nothing is replayed.
-        served.ask([BASE[:m]], 1)
-        (answer,) = served.ask([BASE[:m] + suffix])
-        assert answer.replay.get("replayed", 0) == 0
-    else:
-        with served.chunks_of(m):
-            (answer,) = served.ask([BASE[:m] + suffix], replay="off")
-    served.forget()
-    return answer
-
-
 @pytest.mark.parametrize("m", BOUNDARIES)
 def test_exact_is_a_split_prefill(
     served: HybridServed, m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    suffix = tokens(2, SUFFIX)
-    expected = split_at(served, m, suffix)
-    watched = Watched(served, monkeypatch)
-    state = watched.donor(served, BASE[:m])
-    drop_states(served)
-    if served.mode == "align":
-        served.llm.reset_prefix_cache()
-    (answer,) = served.ask([BASE[:m] + suffix])
-    assert answer.cached == m
-    assert answer.replay["exact"] and answer.replay["replayed"] == m
-    assert answer.tokens == expected.tokens
-    assert watched.restored == [state]
+    check_split_prefill(served, Watched(served, monkeypatch), m)
 
 
 @pytest.mark.parametrize("m", [255, 777, 1531, 1999])
@@ -221,21 +139,11 @@ def test_next_turn_waits_for_the_end_of_the_last(served: HybridServed) -> None:
     assert answer.cached == 339 and answer.replay["replayed"] == 0
 
 
-def test_restores_among_fresh_requests(served: HybridServed) -> None:
+def test_restores_among_fresh_requests(
+    served: HybridServed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lengths = (100, 333, 512, 777, 1300, 1531, 1999)
-    hits = [BASE[:m] + tokens(20 + m, 30 + m % 7) for m in lengths]
-    fresh = [tokens(40 + i, 200 + 50 * i) for i in range(4)]
-    expected = []
-    for prompt in [*hits, *fresh]:
-        expected += served.ask([prompt], replay="off")
-        served.forget()
-    served.ask([BASE + tokens(4, 40)], 1)
-    with served.chunks_of(256):
-        answers = served.ask([*hits, *fresh], 24)
-    cached = [answer.cached for answer in answers]
-    assert cached[: len(lengths)] == list(lengths)
-    assert max(difference(a, e) for a, e in zip(answers, expected, strict=True)) < ROUNDING
-    assert pinned(served) == 0
+    check_mixed_batch(served, Watched(served, monkeypatch), lengths, 4)
 
 
 def test_nothing_approximate_is_hit(served: HybridServed) -> None:
@@ -361,8 +269,7 @@ def test_copy_and_replay_run_at_once(served: HybridServed, monkeypatch: pytest.M
     """With a copy that takes long the restore takes no longer than the copy, or little."""
     replayer = served.replayer
     served.ask([BASE], 1)
-    drop_states(served)
-    served.llm.reset_prefix_cache()  # so that all KV is copied
+    drop_states(served)  # and vLLM's own, so that all KV is copied
     prompt = BASE[:1900] + tokens(2, 20)
     kv = replayer.geometry.kv_bytes * -(-1900 // replayer.geometry.size)
     slow = CopyQueue(bytes_per_second=kv / 2)

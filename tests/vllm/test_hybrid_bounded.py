@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hybrid_checks import BASE, SUFFIX, Watched, drop_states, names, tokens
 from hybrid_served import HybridServed, difference, save_hybrid
 from olmo_kernels import olmo_on_cpu
 from safetensors.torch import load_file, save_file
-from test_hybrid import BASE, SUFFIX, Watched, drop_states, names, tokens
 
 from kvspan.vllm.hybrid.decay import Bounds
 
@@ -66,7 +66,7 @@ def test_states_are_within_their_bounds(
 ) -> None:
     olmo.forget()
     watched = Watched(olmo, monkeypatch)
-    right = watched.donor(olmo, BASE[:m])
+    right = watched.donor(BASE[:m])
     groups = olmo.replayer.groups
     tails, seen = [], []
     for number, eps in enumerate((0.5, 1e-1, 1e-2, 1e-4)):
@@ -133,7 +133,7 @@ def test_bound_that_does_not_hold_is_replayed_exactly(
     gives."""
     olmo.forget()
     watched = Watched(olmo, monkeypatch)
-    right = watched.donor(olmo, BASE[:1531])
+    right = watched.donor(BASE[:1531])
     drop_states(olmo)
     olmo.llm.reset_prefix_cache()
     monkeypatch.setattr(Bounds, "hold", lambda *_: False)

@@ -12,8 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from hybrid_checks import (
+    BASE,
+    ROUNDING,
+    SUFFIX,
+    Watched,
+    check_mixed_batch,
+    check_split_prefill,
+    drop_states,
+    tokens,
+)
 from hybrid_served import HybridServed, difference, save_hybrid
-from test_hybrid import BASE, ROUNDING, SUFFIX, Watched, drop_states, split_at, tokens
 from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
 from vllm.config import CompilationMode
 from vllm.platforms.cpu import CpuPlatform
@@ -52,10 +61,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compiled")
 
 
-@pytest.fixture(scope="module", params=[("none", True), ("align", False)], ids=["pieces", "graph"])
+@pytest.fixture(
+    scope="module",
+    params=[("qwen3_5", "none", True), ("qwen3_5", "align", False), ("qwen3_next", "none", False)],
+    ids=["pieces", "graph", "experts"],
+)
 def served(request: pytest.FixtureRequest, folder: Path) -> Iterator[HybridServed]:
-    mode, pieces = request.param
-    model = save_hybrid("qwen3_5", folder / "model", **LAYERS)
+    name, mode, pieces = request.param
+    model = save_hybrid(name, folder / name, **LAYERS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
@@ -73,10 +86,10 @@ def _fresh(served: HybridServed) -> None:
     served.forget()
 
 
-def test_it_is_compiled(served: HybridServed) -> None:
+def test_it_is_compiled(served: HybridServed, request: pytest.FixtureRequest) -> None:
     compilation = served.llm.llm_engine.vllm_config.compilation_config
     pieces = compilation.mode == CompilationMode.VLLM_COMPILE
-    assert pieces == (served.mode == "none") and compilation.backend == "inductor"
+    assert pieces == ("pieces" in request.node.name) and compilation.backend == "inductor"
     assert served.replayer._model.compiled
     assert all(runner._model.compiled for runner in served.replayer._runners.values())
 
@@ -86,17 +99,7 @@ def test_exact_is_a_split_prefill(
     served: HybridServed, m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, all of it replayed: with the kernels of eager execution it is not."""
-    suffix = tokens(2, SUFFIX)
-    expected = split_at(served, m, suffix)
-    watched = Watched(served, monkeypatch)
-    state = watched.donor(served, BASE[:m])
-    drop_states(served)
-    if served.mode == "align":
-        served.llm.reset_prefix_cache()
-    (answer,) = served.ask([BASE[:m] + suffix])
-    assert answer.cached == m and answer.replay["replayed"] == m
-    assert answer.tokens == expected.tokens
-    assert watched.restored == [state]
+    check_split_prefill(served, Watched(served, monkeypatch), m)
 
 
 def test_replays_in_parts(served: HybridServed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,32 +108,21 @@ def test_replays_in_parts(served: HybridServed, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(runner, "most", 256)
     watched = Watched(served, monkeypatch)
     with served.chunks_of(256):
-        state = watched.donor(served, BASE[:777])
+        state = watched.donor(BASE[:777])
     drop_states(served)
-    if served.mode == "align":
-        served.llm.reset_prefix_cache()
     (answer,) = served.ask([BASE[:777] + tokens(2, SUFFIX)], 1)
     assert answer.replay["replayed"] == 777
     assert watched.restored == [state]
 
 
-def test_restores_among_fresh_requests(served: HybridServed) -> None:
-    """Of a longer donor, whose rows other steps computed; decoding steps are captured as well."""
-    lengths = (100, 777, 1531)
-    hits = [BASE[:m] + tokens(20 + m, 30 + m % 7) for m in lengths]
-    fresh = [tokens(40 + i, 200 + 50 * i) for i in range(2)]
-    expected = []
-    for prompt in [*hits, *fresh]:
-        expected += served.ask([prompt], replay="off")
-        served.forget()
-    served.ask([BASE[:1900]], 1)
-    with served.chunks_of(256):
-        answers = served.ask([*hits, *fresh], 24)
-    assert [answer.cached for answer in answers][: len(lengths)] == list(lengths)
-    assert max(difference(a, e) for a, e in zip(answers, expected, strict=True)) < ROUNDING
-    second = hits[0] + list(answers[0].tokens) + tokens(5, 50)
+def test_restores_among_fresh_requests(
+    served: HybridServed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding steps are captured as well."""
+    answers = check_mixed_batch(served, Watched(served, monkeypatch), (100, 777, 1531), 2)
+    second = BASE[:100] + tokens(120, 32) + list(answers[0].tokens) + tokens(5, 50)
     (again,) = served.ask([second])
-    assert again.cached == len(hits[0]) + 23 and again.replay["replayed"] == 0
+    assert again.cached == 132 + 23 and again.replay["replayed"] == 0
     served.forget()
     (full,) = served.ask([second], replay="off")
     assert difference(again, full) < ROUNDING

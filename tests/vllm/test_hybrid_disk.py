@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hybrid_checks import BASE, ROUNDING, drop_states, tokens
 from hybrid_served import HybridServed, difference, save_hybrid
 from safetensors.torch import load_file, save_file
-from test_hybrid import BASE, ROUNDING, tokens
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from kvspan.errors import UsageError
 from kvspan.host import DiskLevel
 from kvspan.vllm.hybrid import support
+
+TRAINED = Path(__file__).resolve().parents[1] / "fixtures" / "tiny_hybrid"
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +58,27 @@ def test_next_server_finds_what_is_whole(folder: Path, tmp_path: Path) -> None:
     assert answer.cached == 0
     assert answer.tokens == full.tokens
     served.close()
+
+
+def test_next_server_finds_a_group_of_its_own(tmp_path: Path) -> None:
+    """What a restore within a bound left of the layers that hardly forget."""
+    text = [1 + i * i % 200 for i in range(1000)]
+    served = serve(TRAINED, tmp_path)
+    served.ask([text], 1)
+    drop_states(served)
+    (answer,) = served.ask([[*text[:700], 3, 5]], 1, replay="bounded:1e-3")
+    served.close()
+    before = answer.replay["groups"][0]
+    served = serve(TRAINED, tmp_path)
+    after = []
+    for _ in range(2):
+        (answer,) = served.ask([[*text[:800], 3, 5]], 1, replay="bounded:1e-3")
+        assert answer.cached == 800 and not answer.replay["exact"]
+        after.append(answer.replay["groups"][0])
+        drop_states(served)  # as if they were evicted
+    served.close()
+    said = [(group["replayed_tokens"], group["start"]) for group in (before, *after)]
+    assert said == [(700, "zero"), (100, "part"), (800, "zero")]
 
 
 def test_other_weights_under_the_same_name(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from host_offloading import OFFLOADING, HostWorker
+from hybrid_checks import BASE, ROUNDING, SUFFIX, tokens
 from hybrid_served import HybridServed, difference, save_hybrid
 from served import CONNECTOR
-from test_hybrid import BASE, ROUNDING, SUFFIX, tokens
 
 from kvspan.vllm.hybrid.connector import HybridConnector
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hybrid_checks import BASE, SUFFIX, Watched, check_split_prefill, split_at, tokens
 from hybrid_served import HybridServed, difference, save_hybrid
 from olmo_kernels import olmo_on_cpu
-from test_hybrid import BASE, SUFFIX, Watched, drop_states, split_at, tokens
 
 ROUNDING, WRONG = 2e-4, 0.05
 
@@ -38,18 +38,11 @@ def test_first_request_that_parts(
     served: HybridServed, m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Donors as long as the prefix give its bits; of longer ones only the rounding differs."""
+    if m > 1:  # of one token no page is kept in time
+        check_split_prefill(served, Watched(served, monkeypatch), m)
+        served.forget()
     suffix = tokens(2, SUFFIX)
     expected = split_at(served, m, suffix)
-    watched = Watched(served, monkeypatch)
-    if m > 1:  # of one token no page is kept in time
-        state = watched.donor(served, BASE[:m])
-        drop_states(served)
-        if served.mode == "align":
-            served.llm.reset_prefix_cache()
-        (answer,) = served.ask([BASE[:m] + suffix])
-        assert (answer.cached, answer.replay["replayed"]) == (m, m)
-        assert answer.tokens == expected.tokens and watched.restored == [state]
-        served.forget()
     served.ask([BASE + tokens(4, SUFFIX)], 1)
     (answer,) = served.ask([BASE[:m] + suffix])
     assert answer.cached == m and answer.replay["exact"]

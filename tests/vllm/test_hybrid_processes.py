@@ -1,7 +1,6 @@
 """Hybrids on real vLLM whose workers are processes of their own, one or two tensor-parallel ones.
 
-The scheduler stays in the test's process, so that states can be looked at in the host tier. As in
-test_hybrid, the oracle is stock vLLM prefilling in two steps, split at the boundary.
+The scheduler stays in the test's process, so that states can be looked at in the host tier.
 """
 
 from __future__ import annotations
@@ -9,10 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hybrid_checks import (
+    BASE,
+    ROUNDING,
+    SUFFIX,
+    WRONG,
+    Kept,
+    check_mixed_batch,
+    check_split_prefill,
+    split_at,
+    tokens,
+)
 from hybrid_served import HybridServed, difference, save_hybrid
-from test_hybrid import BASE, ROUNDING, SUFFIX, WRONG, drop_states, names, pinned, split_at, tokens
-
-from kvspan.ops import digest_fields
 
 
 @pytest.fixture(
@@ -41,37 +48,9 @@ def _fresh(served: HybridServed) -> None:
     served.forget()
 
 
-def states_at(served: HybridServed, m: int) -> list[bytes]:
-    """The bytes of all states that are kept for the first m tokens of BASE."""
-    tier, size = served.side.store.tier, served.side.settings.page
-    rest = BASE[m // size * size : m]
-    told = digest_fields(
-        "kvspan/vllm/hybrid/state", b"".join(t.to_bytes(8, "little") for t in rest)
-    )
-    found = []
-    for name in names(served, b"S"):
-        if name.endswith(len(rest).to_bytes(8, "little") + told):
-            with tier.view(name) as view:
-                found.append(b"".join(page.tobytes() for page in view.pages))
-    return found
-
-
 @pytest.mark.parametrize("m", [65, 777, 1531])
 def test_exact_is_a_split_prefill(served: HybridServed, m: int) -> None:
-    suffix = tokens(2, SUFFIX)
-    expected = split_at(served, m, suffix)
-    served.ask([BASE[:m]], 1)
-    (state,) = states_at(served, m)
-    drop_states(served)
-    if served.mode == "align":
-        served.llm.reset_prefix_cache()
-    (answer,) = served.ask([BASE[:m] + suffix])
-    assert answer.cached == m
-    assert answer.replay["exact"] and answer.replay["replayed"] == m
-    assert answer.tokens == expected.tokens
-    (replayed,) = states_at(served, m)
-    assert replayed == state
-    assert pinned(served) == 0
+    check_split_prefill(served, Kept(served), m)
 
 
 def test_zero_state_shows(served: HybridServed) -> None:
@@ -92,16 +71,4 @@ def test_answers_are_resumed_at_their_end(served: HybridServed) -> None:
 
 
 def test_restores_among_fresh_requests(served: HybridServed) -> None:
-    lengths = (100, 777, 1531)
-    prompts = [BASE[:m] + tokens(20 + m, 30) for m in lengths]
-    prompts += [tokens(40 + i, 300) for i in range(2)]
-    expected = []
-    for prompt in prompts:
-        expected += served.ask([prompt], replay="off")
-        served.forget()
-    served.ask([BASE[:1900]], 1)
-    with served.chunks_of(256):
-        answers = served.ask(prompts, 24)
-    assert [answer.cached for answer in answers[: len(lengths)]] == list(lengths)
-    assert max(difference(a, e) for a, e in zip(answers, expected, strict=True)) < ROUNDING
-    assert pinned(served) == 0
+    check_mixed_batch(served, Kept(served), (100, 777, 1531), 2)

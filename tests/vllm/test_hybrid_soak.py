@@ -10,8 +10,8 @@ import random
 import resource
 from pathlib import Path
 
+from hybrid_checks import ROUNDING, pinned, tokens
 from hybrid_served import HybridServed, difference, save_hybrid
-from test_hybrid import ROUNDING, pinned, tokens
 from vllm import SamplingParams
 
 REQUESTS = int(os.environ.get("KVSPAN_VLLM_SOAK", "60"))

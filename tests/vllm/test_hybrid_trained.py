@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hybrid_checks import drop_states, names
 from hybrid_served import HybridServed
-from test_hybrid import drop_states, names
 from transformers import AutoModelForCausalLM
 
 from kvspan.vllm.hybrid.decay import CELL, DECAY

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from hybrid_checks import BASE
 from hybrid_served import HybridServed, save_hybrid
 from served import Served, save_tiny
-from test_hybrid import BASE
 from test_spans import make
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
