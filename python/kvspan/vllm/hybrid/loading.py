@@ -6,7 +6,7 @@ Needs torch, not vLLM.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,7 @@ Pieces = list[Bytes]  # that belong together, one after the other
 class Loading:
     """Where the device is the CPU: read in place."""
 
-    def begin(self, queue: CopyQueue, reads: Sequence[Pieces]) -> None:
+    def begin(self, queue: CopyQueue, reads: Iterable[Pieces]) -> None:
         """A restore will read these, in this order. queue: which copies its KV, submitted later."""
 
     def read(self, pieces: Pieces, *, private: bool = False) -> torch.Tensor:
@@ -67,7 +67,7 @@ class StagedLoading(Loading):
         self._queued: deque[_Staged] = deque()
         self._used: _Staged | None = None  # by the last call
 
-    def begin(self, queue: CopyQueue, reads: Sequence[Pieces]) -> None:
+    def begin(self, queue: CopyQueue, reads: Iterable[Pieces]) -> None:
         self._queue = queue
         self._planned = deque(reads)
         self._fill()

@@ -7,7 +7,7 @@ they rebuild has the bits of an ordinary prefill of the same tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,15 +18,18 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvspan.host import CopyJob, CopyQueue
 from kvspan.hybrid.groups import LINEAR, Group, layer_map
+from kvspan.vllm.fence import Fence
 from kvspan.vllm.hybrid.capture import captured, stream
 from kvspan.vllm.hybrid.decay import Bounds
 from kvspan.vllm.hybrid.gates import Gates, Part
 from kvspan.vllm.hybrid.layers import mixed_qkv
+from kvspan.vllm.hybrid.loading import Loading, Pieces, StagedLoading
 from kvspan.vllm.hybrid.orders import Restore, StateCopy, Table, Work
-from kvspan.vllm.hybrid.raw import in_memory_order, to_tensor
+from kvspan.vllm.hybrid.raw import in_memory_order
+from kvspan.vllm.hybrid.reads import Reads
 from kvspan.vllm.hybrid.running import GroupRunner
 from kvspan.vllm.hybrid.saving import Places, Saving, StagedSaving
-from kvspan.vllm.hybrid.store import Bytes, Geometry, cut
+from kvspan.vllm.hybrid.store import Bytes, Geometry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
     from kvspan.host.pages import Spans
 
-Tensors = dict[int, list[torch.Tensor]]  # of a state, by layer
+RING = 2  # of the largest reads, so that one arrives while another is used
 NULL_BLOCK = 0  # vLLM's stand-in for blocks that a request does not need
 
 
@@ -101,12 +104,14 @@ class Replayer:
         for runner in self._runners.values():
             runner.warm_up(self.hidden_size * (1 + self.pair), self.config.model_config.dtype)
         self._gates = Gates(self.capture, self._linear) if self.geometry.cells else None
+        self._reads = self._make_reads()
         self.saving = self._make_saving()
+        self.loading = self._make_loading()
+        self._fence = Fence(self.device)
 
     def _make_saving(self) -> Saving:
-        places = Places(self.geometry, self.rank, self._page, self._pieces)
-        staged = self.device.type != "cpu" if self.STAGED is None else self.STAGED
-        if not staged:
+        places = Places(self.geometry, self.rank, self._page, self._reads.own)
+        if not self._is_staged():
             return Saving(places)
         parts = [part[0].nbytes for module in self._linear.values() for part in module.kv_cache]
         least = max(self.geometry.block_bytes, self.geometry.row_bytes, *parts)
@@ -114,6 +119,22 @@ class Replayer:
         if staging is None or len(staging) < least:
             staging = torch.empty(least, dtype=torch.uint8, device=self.device)
         return StagedSaving(places, staging, CopyQueue(str(self.device)))
+
+    def _make_reads(self) -> Reads:
+        edge = max(module.conv_kernel_size for module in self._linear.values()) - 1
+        most = {group: runner.most for group, runner in self._runners.items()}
+        return Reads(
+            self.geometry, self.rank, self.groups, self.streams, most, edge, self._page, self._at
+        )
+
+    def _is_staged(self) -> bool:
+        return self.device.type != "cpu" if self.STAGED is None else self.STAGED
+
+    def _make_loading(self) -> Loading:
+        if not self._is_staged():
+            return Loading()
+        nbytes = RING * self._reads.largest
+        return StagedLoading(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
 
     def _slots(self, table: Table, position: int) -> dict[int, int]:
         """`_slot` of every layer."""
@@ -189,12 +210,9 @@ class Replayer:
     def keep_state(self, copy: StateCopy) -> None:
         self.saving.state(copy.spans, self.states(copy.position, copy.table))
 
-    def _pieces(self, spans: Spans) -> list[Bytes]:
-        """This rank's part of states in memory; all ranks' have one length."""
+    def _at(self, spans: Spans) -> Pieces:
         assert self.memory is not None
-        count = sum(n for _, n in spans) // self.geometry.ranks
-        start = self.rank * count
-        return [self.memory[at : at + n] for at, n in cut(spans, start, start + count)]
+        return [self.memory[at : at + count] for at, count in spans]
 
     # Restore.
 
@@ -202,16 +220,22 @@ class Replayer:
     def restore(self, plan: Restore) -> None:
         """Bring a plan's KV and states into the request's blocks; both at once."""
         began = time.perf_counter()
-        copying = self._copy_kv(plan)
+        self.loading.begin(self.queue, self._reads.of(plan))
+        copying = None
         try:
+            copying = self._copy_kv(plan)
             self._restore_states(plan)
             replayed = time.perf_counter()
-            if copying is not None:
-                copying.wait()
+            if copying is not None and not copying.wait_on_stream(self._fence.current()):
+                raise RuntimeError("the copy of a restore's KV was cancelled")
         except BaseException:
             if copying is not None:
                 copying.cancel()  # its memory is not this restore's any more
             raise
+        finally:
+            self.loading.end()
+        if copying is not None:
+            self.saving.wait_for(copying)
         ended = time.perf_counter()
         if plan.begun is not None:
             self._continue_page(plan, plan.begun)
@@ -274,22 +298,16 @@ class Replayer:
         return self.queue.submit(
             [page[i][:size] for i in range(len(pools)) for page in pages],
             [(pool, blocks) for pool in pools],
+            after=self._fence.behind(),  # those whose blocks they were
         )
 
     def _rows(self, plan: Restore, group: Group, start: int, end: int) -> torch.Tensor:
         """[end - start, width]: what enters a group at these positions."""
-        device = self.device
         if group.source is None:
-            ids = torch.from_numpy(plan.token_ids[start:end]).to(device)
+            ids = torch.from_numpy(plan.token_ids[start:end]).to(self.device)
             return torch.as_tensor(self._model.embed_tokens(ids))
-        geometry = self.geometry
-        size, stream = geometry.size, self.streams.index(group.source)
-        parts = []
-        for index in range(start // size, (end - 1) // size + 1):
-            hidden = geometry.hidden(self._page(plan.pages[index]))[stream]
-            base = index * size
-            parts.append(hidden[max(start - base, 0) : min(end - base, size)])
-        return to_tensor(np.concatenate(parts), self.config.model_config.dtype).to(device)
+        held = self.loading.read(self._reads.rows(plan, group, start, end), private=True)
+        return held.view(self.config.model_config.dtype).view(end - start, -1)
 
     def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if rows.shape[-1] == self.hidden_size:
@@ -299,24 +317,18 @@ class Replayer:
 
     def _restore_states(self, plan: Restore) -> None:
         table = self._destination(plan)
-        kept = self._kept(plan.state, self._linear) if plan.state is not None else {}
-        for number, group in enumerate(self.groups):
-            if plan.bounds is None:
-                self._restore_group(plan, group, plan.start, kept, table)
-            else:
-                self._restore_bounded(plan, number, plan.bounds, kept, table)
+        for number in range(len(self.groups)):
+            start, state = self._reads.begins(plan, number)
+            self._restore_group(plan, number, start, state, table)
+            if plan.bounds is not None:
+                self._keep_bound(plan, number, plan.bounds, table)
         if self._gates is not None:
             self._gates.saw(self._slots(table, plan.length))
         self._fill_boundary(plan, table)
 
-    def _restore_bounded(self, plan: Restore, number: int, bounds: Bounds, kept: Tensors,
-                         table: Table) -> None:  # fmt: skip
-        """One group; exactly where its state comes out so small that the bound does not hold."""
+    def _keep_bound(self, plan: Restore, number: int, bounds: Bounds, table: Table) -> None:
+        """Replay a group exactly where its state is so small that the bound does not hold."""
         group, part = self.groups[number], bounds.groups[number]
-        first = kept if part.source == "checkpoint" else {}
-        if part.source == "part":
-            first = self._kept(plan.parts[number], group.layers)
-        self._restore_group(plan, group, part.start, first, table)
         if not part.bound or self._gates is None:
             return
         slots = {layer: self._slot(layer, table, plan.length) for layer in group.layers}
@@ -324,38 +336,29 @@ class Replayer:
         if self.geometry.ranks > 1:  # what one replays, all must
             squares = tensor_model_parallel_all_reduce(squares)
         if not bounds.hold(number, squares.sqrt().tolist()):
-            self._restore_group(plan, group, bounds.exact.start, kept, table)
+            kept = self._reads.kept(plan, number)
+            self._restore_group(plan, number, bounds.exact.start, kept, table)
 
-    def _restore_group(self, plan: Restore, group: Group, start: int, kept: Tensors,
+    def _restore_group(self, plan: Restore, number: int, start: int, state: Pieces | None,
                        table: Table) -> None:  # fmt: skip
-        """kept: the state at `start`; {} for zero."""
+        """state: what is kept of it at `start`, as `Saving.state` left it; None: zero."""
+        group, at = self.groups[number], 0
+        held = None if state is None else self.loading.read(state)
         for layer in group.layers:
             slot = self._slot(layer, table, plan.length)
-            for i, part in enumerate(self._linear[layer].kv_cache):
-                if kept:
-                    part[slot].copy_(kept[layer][i])
-                else:
-                    part[slot].zero_()
+            for part in self._linear[layer].kv_cache:
+                into = part[slot]
+                if held is None:
+                    into.zero_()
+                    continue
+                count = into.numel() * into.element_size()
+                into.copy_(held[at : at + count].view(into.dtype).view(into.shape))
+                at += count
         if plan.zero or start == plan.length:
             return
-        if not kept and start > 0:
+        if state is None and start > 0:
             self._prime(plan, group, start, self._slot(group.layers[0], table, plan.length))
         self._replay(plan, group, start, table)
-
-    def _kept(self, spans: Spans, layers: Iterable[int]) -> Tensors:
-        """Kept states of these layers, as `Saving.state` left them."""
-        pieces = self._pieces(spans)
-        held = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        tensors: Tensors = {}
-        at = 0
-        for layer in layers:
-            tensors[layer] = []
-            for part in self._linear[layer].kv_cache:
-                one = part[0]
-                size = one.numel() * one.element_size()
-                tensors[layer].append(to_tensor(held[at : at + size], one.dtype).view(one.shape))
-                at += size
-        return tensors
 
     def _fill_boundary(self, plan: Restore, table: Table) -> None:
         """Mode "align" also keeps the state of a block that ends right at plan.length."""
@@ -380,8 +383,8 @@ class Replayer:
         """Set the first layer's convolution state from the rows right before the tail."""
         module = self._linear[group.layers[0]]
         width = module.conv_kernel_size - 1
-        first = max(start - width, 0)
-        x = self._normed(group.layers[0], self._rows(plan, group, first, start))
+        rows = self._rows(plan, group, self._reads.before(start), start)
+        x = self._normed(group.layers[0], rows)
         mixed = mixed_qkv(module, x)
         conv = module.kv_cache[0][slot]
         target = conv if conv.shape[-1] == mixed.shape[-1] else conv.transpose(-1, -2)
@@ -390,8 +393,7 @@ class Replayer:
     def _replay(self, plan: Restore, group: Group, begin: int, table: Table) -> None:
         runner = self._runners[group]
         slots = [self._slot(layer, table, plan.length) for layer in group.layers]
-        for start in range(begin, plan.length, runner.most):
-            end = min(start + runner.most, plan.length)
+        for start, end in self._reads.runs(group, begin, plan.length):
             if runner.ids:
                 inputs = torch.from_numpy(plan.token_ids[start:end]).to(self.device)
             else:

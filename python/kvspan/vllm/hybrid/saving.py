@@ -15,7 +15,7 @@ import torch
 
 from kvspan.host import CopyJob, CopyQueue
 from kvspan.host.pages import Bytes, Spans, copy_bytes
-from kvspan.ops import Stream
+from kvspan.vllm.fence import Fence
 from kvspan.vllm.hybrid.orders import Work
 from kvspan.vllm.hybrid.raw import in_memory_order, to_bytes, to_host
 from kvspan.vllm.hybrid.store import Geometry
@@ -83,6 +83,9 @@ class Saving:
         """A state, or a part of one, which is at these places with those of all ranks."""
         copy_bytes([to_bytes(one).reshape(-1) for one in tensors], self.places.pieces(spans))
 
+    def wait_for(self, job: CopyJob) -> None:
+        """The step is not over before this copy is, which reads from the host; here it is."""
+
     def end(self, step: int, failed: bool) -> None:
         """No more of a step is written. failed: nobody may read what was."""
         self._saved = self._saved.then(step, failed)
@@ -110,6 +113,7 @@ class StagedSaving(Saving):
     def __init__(self, places: Places, staging: torch.Tensor, queue: CopyQueue) -> None:
         super().__init__(places)
         self._staging = staging
+        self._fence = Fence(staging.device)
         self._queue = queue
         self._at = 0
         self._src: list[torch.Tensor] = []
@@ -152,6 +156,9 @@ class StagedSaving(Saving):
             place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
             into = self._put(place, into)
 
+    def wait_for(self, job: CopyJob) -> None:
+        self._jobs.append(job)
+
     def end(self, step: int, failed: bool) -> None:
         if failed:
             self._src, self._dst = [], []
@@ -189,7 +196,7 @@ class StagedSaving(Saving):
         if self._at == 0 and self._before is not None:
             # Where that copy has failed its step is told so.
             with contextlib.suppress(RuntimeError):
-                self._before.wait_on_stream(self._stream())
+                self._before.wait_on_stream(self._fence.current())
             self._before = None
         place = self._staging[self._at : self._at + nbytes]
         self._at += -(-nbytes // _ALIGN) * _ALIGN
@@ -211,11 +218,7 @@ class StagedSaving(Saving):
 
     def _submit(self) -> None:
         if self._src:
-            job = self._queue.submit(self._src, self._dst, after=self._stream())
+            job = self._queue.submit(self._src, self._dst, after=self._fence.behind())
             self._jobs.append(job)
             self._before = job
             self._src, self._dst = [], []
-
-    def _stream(self) -> Stream:
-        device = self._staging.device
-        return torch.cuda.current_stream(device) if device.type == "cuda" else 0
