@@ -141,6 +141,9 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(done, StepDone):
             self._side.step_done(done)
 
+    def has_pending_push_work(self) -> bool:
+        return self.scheduling is not None and self.scheduling.is_busy
+
     def get_kv_connector_stats(self) -> SpanStats | None:
         return None if self.scheduling is None else self.scheduling.take_stats()
 

@@ -58,6 +58,11 @@ class Refusing:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReplayMetadata:
         return ReplayMetadata()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something that finished requests leave is still on its way."""
+        return False
+
     def step_done(self, done: StepDone) -> None:
         return
 

@@ -341,6 +341,10 @@ class Scheduling(Refusing):
                 step.written.append((found, ordered[1]))
         return metadata
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._ending)
+
     def step_done(self, done: StepDone) -> None:
         """What steps that are over restored may go, and what they left behind may be found."""
         self.stats.add("replay_copy_seconds", done.copy_s)
