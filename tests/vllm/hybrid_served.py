@@ -19,7 +19,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 VOCAB = 1024
@@ -113,6 +113,18 @@ class Answer:
     replay: dict[str, Any]
 
 
+def answer_of(output: RequestOutput) -> Answer:
+    """Of a request with log-probabilities. They are those of its first token."""
+    given = output.outputs[0].logprobs
+    assert given is not None
+    return Answer(
+        tuple(output.outputs[0].token_ids),
+        {token: value.logprob for token, value in given[0].items()},
+        output.num_cached_tokens or 0,
+        dict((output.kv_transfer_params or {}).get("kvspan", {})),
+    )
+
+
 class HybridServed:
     """mode: vLLM's mamba_cache_mode, "none" or "align" (the latter with prefix caching)."""
 
@@ -186,19 +198,7 @@ class HybridServed:
         )
         if settle:
             self.settle()
-        answers = []
-        for output in outputs:
-            given = output.outputs[0].logprobs
-            assert given is not None
-            answers.append(
-                Answer(
-                    tuple(output.outputs[0].token_ids),
-                    {token: value.logprob for token, value in given[0].items()},
-                    output.num_cached_tokens or 0,
-                    dict((output.kv_transfer_params or {}).get("kvspan", {})),
-                )
-            )
-        return answers
+        return [answer_of(output) for output in outputs]
 
     def forget(self) -> None:
         """Empty vLLM's cache and kvspan's."""
