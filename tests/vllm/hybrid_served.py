@@ -143,7 +143,7 @@ class HybridServed:
                 "kv_connector": "KvspanConnector",
                 "kv_connector_module_path": "kvspan.vllm.connector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {"k_min": 16, **(extra or {})},
+                "kv_connector_extra_config": {"k_min": 16, "host_gib": 0.5, **(extra or {})},
             }
         settings: dict[str, Any] = {
             "dtype": "bfloat16",
