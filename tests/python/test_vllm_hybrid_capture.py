@@ -177,3 +177,14 @@ def test_the_decoder_is_found_by_its_layers() -> None:
     with pytest.raises(RuntimeError, match="built without the buffers"):
         captured({"another": object()})
     assert captured({"x": other.layers[0].linear_attn})[0] is other
+
+
+def test_room_for_copies_is_made_with_the_model() -> None:
+    """Where copies are staged, for vLLM to count it: of a step's rows, and of two streams."""
+    assert make()[1].staging is None and make()[1].ring is None
+    decoder = Decoder().to("meta")
+    capture = capture_streams(decoder, WIDTH, torch.bfloat16, pair=True, capacity=1 << 20)
+    assert capture.staging is not None and capture.ring is not None
+    assert capture.largest == capture.rows(stream(1)).nbytes == (1 << 20) * 2 * WIDTH * 2
+    assert len(capture.staging) == capture.nbytes and len(capture.ring) == 2 * capture.largest
+    assert capture.ring.is_meta

@@ -54,13 +54,14 @@ def _(rows: Tensor, parts: Sequence[Tensor]) -> None:
 class Capture:
     """The buffers of a model. Further rows than the hidden vectors are taken by `tap`.
 
-    capacity: tokens of the largest step. staging: for `StagedSaving`, made here so that vLLM's
-    profile of memory counts it; None on the CPU.
+    capacity: tokens of the largest step. staging, ring: of `StagedSaving` and `StagedLoading`, made
+    here so that vLLM's profile of memory counts them; None on the CPU.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.staging: Tensor | None = None
+        self.ring: Tensor | None = None
         self._rows: dict[str, Tensor] = {}
         self._off = False
 
@@ -100,6 +101,11 @@ class Capture:
         return self._rows[name]
 
     @property
+    def largest(self) -> int:
+        """Bytes of the largest buffer."""
+        return max((rows.nbytes for rows in self._rows.values()), default=0)
+
+    @property
     def nbytes(self) -> int:
         return sum(rows.nbytes for rows in self._rows.values())
 
@@ -135,6 +141,8 @@ def capture_streams(
     if device.type != "cpu":
         nbytes = max(capture.nbytes, _LEAST_STAGED)
         capture.staging = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        nbytes = 2 * capture.largest  # one is used while another arrives
+        capture.ring = torch.empty(nbytes, dtype=torch.uint8, device=device)
     decoder.kvspan_capture = capture
     _decoders.add(decoder)
     return capture

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from kvspan.host.pages import Spans
 
-RING = 2  # of the largest reads, so that one arrives while another is used
 NULL_BLOCK = 0  # vLLM's stand-in for blocks that a request does not need
 
 
@@ -133,8 +132,10 @@ class Replayer:
     def _make_loading(self) -> Loading:
         if not self._is_staged():
             return Loading()
-        nbytes = RING * self._reads.largest
-        return StagedLoading(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+        ring, least = self.capture.ring, 2 * self._reads.largest
+        if ring is None or len(ring) < least:
+            ring = torch.empty(least, dtype=torch.uint8, device=self.device)
+        return StagedLoading(ring)
 
     def _slots(self, table: Table, position: int) -> dict[int, int]:
         """`_slot` of every layer."""
