@@ -19,6 +19,8 @@ evaluation and RL runs that have to account for every approximation. The keys:
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -149,20 +151,42 @@ class AuditFile:
 
     def __init__(self, path: str) -> None:
         try:
-            self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+            self.file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         except OSError as error:
             raise UsageError(
                 f"cannot write the audit file: {error.strerror or error}", source=path
             ) from None
+        self.path = path
 
     def __call__(self, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self.file.flush()
+        """Append a record. Raises OSError, which ends any run, where it cannot be written."""
+        line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        written = 0
+        try:
+            while written < len(line):
+                written += self.file.write(line[written:])
+        except OSError as error:
+            self._take_back(written)
+            raise self._named(error) from None
+
+    def _take_back(self, written: int) -> None:
+        """A disk that is full takes a part of a record, which no reader could make sense of."""
+        with contextlib.suppress(OSError):
+            end = self.file.tell()
+            if written and end == os.fstat(self.file.fileno()).st_size:  # nobody has gone on
+                os.ftruncate(self.file.fileno(), end - written)
+
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, error.strerror, self.path)
 
     def close(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
+        try:
+            os.fsync(self.file.fileno())
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # what pipes and terminals say
+                raise self._named(error) from None
+        finally:
+            self.file.close()
 
     def __enter__(self) -> AuditFile:
         return self

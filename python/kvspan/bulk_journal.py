@@ -26,7 +26,10 @@ class Journal:
 
     def __init__(self, out: Path, digest: str, overwrite: bool, source: Path) -> None:
         self.out = out
+        if not out.name:
+            raise UsageError("the output has no name", expected="a file", found=repr(str(out)))
         self.path = out.with_name(out.name + ".journal")
+        self._new = out.with_name(out.name + ".journal.new")
         self.digest = digest
         self.overwrite = overwrite
         self.kept: dict[int, str] = {}
@@ -44,7 +47,8 @@ class Journal:
                     found="the same file",
                 )
         self.started = self.path.exists()
-        if out.exists() and not (self.started or overwrite):
+        # An empty one is what a run leaves that ends before its first step.
+        if out.exists() and out.stat().st_size and not (self.started or overwrite):
             raise UsageError(
                 "the output is there already (--overwrite replaces it)", source=str(out)
             )
@@ -68,6 +72,10 @@ class Journal:
             self.done_before = self.written + len(self.kept)
             self._restart()
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self._new.unlink(missing_ok=True)
+                if not (self.started or self.out.stat().st_size):
+                    self.out.unlink()
             reason = error.strerror or str(error)
             raise UsageError(f"cannot write the output: {reason}", source=str(self.out)) from None
 
@@ -107,14 +115,13 @@ class Journal:
 
     def _restart(self) -> None:
         """A new journal with what is kept, put in the place of the old one in one step."""
-        new = self.path.with_name(self.path.name + ".new")
-        with new.open("wb") as file:
+        with self._new.open("wb") as file:
             file.write(self._head() + b"\n")
             for line in self.kept.values():
                 file.write(line.encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        new.replace(self.path)
+        self._new.replace(self.path)
         self.file = self.path.open("ab")
 
     def add(self, record: dict[str, Any]) -> None:

@@ -158,9 +158,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(KvspanError("out of memory"), "failure", EXIT_FAILURE, as_json)
     except Exception as error:
         _debug_traceback()
-        if isinstance(error, OSError) and not error.filename and error.errno in _CANNOT_WRITE:
-            _discard_output()
-            failure = KvspanError(f"cannot write the output: {error.strerror}")
+        if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
+            what = "the file" if error.filename else "the output"
+            if not error.filename:
+                _discard_output()
+            failure = KvspanError(
+                f"cannot write {what}: {error.strerror}", source=error.filename or None
+            )
             return _report(failure, "failure", EXIT_FAILURE, as_json)
         text = f"internal error: {type(error).__name__}: {error} (KVSPAN_DEBUG=1 shows where)"
         return _report(KvspanError(text), "failure", EXIT_FAILURE, as_json)

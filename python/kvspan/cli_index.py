@@ -168,13 +168,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--system", default="", metavar="TEXT", help="the text before the passages, for --prepare")
     add("--salt", default="", help="tenant salt, for --prepare")
     add("--scope", choices=("anchored", "isolated"), default="anchored", help="for --prepare")
-    add(
-        "--block-size",
-        type=cli_options.whole(1),
-        default=16,
-        metavar="TOKENS",
-        help="for --prepare (default %(default)s)",
-    )
+    cli_options.add_block_size(parser, "for --prepare")
     add(
         "--concurrency",
         type=cli_options.whole(1),

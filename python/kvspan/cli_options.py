@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from kvspan.progress import ProgressBars
 
 
+# Beyond these a mistake is more likely than a need, and libraries below end the process.
+_MOST_BLOCK_TOKENS, _MOST_THREADS = 65_536, 1024
+
+
 def add_query_options(parser: argparse.ArgumentParser) -> None:
     """How queries are read, rewritten and laid out, for every command that does."""
     from kvspan import cli_index
@@ -58,16 +62,23 @@ def add_query_options(parser: argparse.ArgumentParser) -> None:
         "was generated with (the default), its answer as any other span (text), or input and "
         "answer (whole)",
     )
-    parser.add_argument(
-        "--block-size",
-        type=whole(1),
-        default=16,
-        metavar="TOKENS",
-        help="tokens per KV block; spans are padded to whole blocks (default %(default)s)",
-    )
+    add_block_size(parser)
     cli_index.add_retrieval_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quiet", action="store_true", help="no progress, notes or warnings")
+
+
+def add_block_size(
+    parser: argparse.ArgumentParser,
+    text: str = "tokens per KV block; spans are padded to whole blocks",
+) -> None:
+    parser.add_argument(
+        "--block-size",
+        type=whole(1, _MOST_BLOCK_TOKENS),
+        default=16,
+        metavar="TOKENS",
+        help=f"{text} (default %(default)s)",
+    )
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -97,8 +108,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_local_engine_options(parser)
 
 
-def add_local_engine_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the embedded engine."""
+def add_machine_options(parser: argparse.ArgumentParser) -> None:
+    """What the embedded engine may take of the machine."""
     add = parser.add_argument
     add(
         "--kv-cache-gib",
@@ -108,13 +119,24 @@ def add_local_engine_options(parser: argparse.ArgumentParser) -> None:
         help="memory for cached keys and values (default %(default)s)",
     )
     add(
+        "--threads",
+        type=whole(1, _MOST_THREADS),
+        metavar="N",
+        help="CPU threads (default: all cores)",
+    )
+
+
+def add_local_engine_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the embedded engine."""
+    add_machine_options(parser)
+    add = parser.add_argument
+    add(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
         help="type of weights and cache (auto: float32 on CPU, the checkpoint's on a GPU)",
     )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default %(default)s)")
-    add("--threads", type=whole(1), metavar="N", help="CPU threads (default: all cores)")
     add(
         "--replay",
         type=_replay,
@@ -125,15 +147,17 @@ def add_local_engine_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def whole(least: int | None) -> Any:
-    """An argparse type: a whole number, from least on."""
+def whole(least: int | None, most: int | None = None) -> Any:
+    """An argparse type: a whole number, from least on, to most."""
 
     def parse(text: str) -> int:
         with contextlib.suppress(ValueError):
             value = int(text)
-            if least is None or value >= least:
+            if (least is None or value >= least) and (most is None or value <= most):
                 return value
         bound = "" if least is None else f", {least} or more"
+        if most is not None:
+            bound = f", {least} to {most}"
         raise argparse.ArgumentTypeError(f"expected a whole number{bound}, got {text!r}")
 
     return parse

@@ -204,7 +204,7 @@ def explain_command(args: argparse.Namespace) -> int:
             retriever=retriever,
             capabilities=(lambda model: server) if args.engine == "openai" else None,
         )
-    if args.html:
+    if args.html is not None:
         from kvspan.explain_html import write_html
 
         write_html(explanation, args.html)

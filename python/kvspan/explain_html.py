@@ -85,12 +85,14 @@ td > i { display: inline-block; width: 10px; height: 10px; border-radius: 3px; m
 def write_html(explanation: Explanation, path: str) -> None:
     """Write the page, whole or not at all. Raises UsageError where it cannot be written."""
     page = to_html(explanation).encode()
-    place = Path(os.path.realpath(path))  # a link stays one
-    new = place.with_name(f".{place.name}.{os.getpid()}.new")
+    if not path:
+        raise UsageError("the page has no name", expected="a file")
     try:
-        if place.exists() and not place.is_file():  # /dev/stdout, say
-            place.write_bytes(page)
+        if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout, say
+            Path(path).write_bytes(page)
             return
+        place = Path(os.path.realpath(path))  # a link stays one
+        new = place.with_name(f".{place.name}.{os.getpid()}.new")
         try:
             new.write_bytes(page)
             new.replace(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from fakes import FakeEngine
     from serving import ServerProcess
 
 # No deadline: a slow machine is no error. Derandomised: a run says the same thing twice.
@@ -32,3 +34,24 @@ def server(tiny_folder: Path) -> Iterator[ServerProcess]:
 
     with ServerProcess(tiny_folder, "--served-model-name", "other") as process:
         yield process
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """What every model opens to for commands that run in this process."""
+    from cli_queries import echo
+    from fakes import FakeEngine
+    from kvspan import cli_options
+
+    fake = FakeEngine(answer=echo)
+    monkeypatch.setattr(cli_options, "open_engine_with", lambda args, model, bars: fake)
+    return fake
+
+
+@pytest.fixture
+def query_file(tmp_path: Path) -> str:
+    from cli_queries import QUERY
+
+    path = tmp_path / "query.json"
+    path.write_text(json.dumps(QUERY))
+    return str(path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 
 import pytest
 
@@ -124,6 +126,50 @@ def test_the_file_is_appended_to(tmp_path, monkeypatch, capsys) -> None:
     assert "kvspan: running 2 calls in 1 round, " in capsys.readouterr().err
     with pytest.raises(UsageError, match="cannot write the audit file"):
         AuditFile(str(tmp_path / "no" / "file"))
+
+
+@pytest.mark.parametrize("keep_going", [[], ["--keep-going"]], ids=["", "keep going"])
+def test_a_file_that_takes_no_more_ends_the_run(keep_going, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(cli_options, "open_engine_with", lambda args, model, bars: FakeEngine())
+    query = tmp_path / "q.json"
+    query.write_text(to_json(g("M", "a")))
+    assert cli.main(["run", str(query), "--audit", "/dev/full", *keep_going]) == 1
+    message = "/dev/full: cannot write the file: No space left on device"
+    assert capsys.readouterr() == ("", f"kvspan: error: {message}\n")
+
+
+def test_a_record_is_in_the_file_or_not(tmp_path) -> None:
+    """A disk takes as much of a record as fits."""
+    with AuditFile(str(tmp_path / "log")) as audit:
+        audit({"n": 1})
+        real = audit.file
+
+        class Full:
+            """Room for five bytes more."""
+
+            def write(self, data: bytes) -> int:
+                if len(data) == len(b'{"n": 2}\n'):
+                    return int(real.write(data[:5]))
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(real, name)
+
+        audit.file = Full()  # type: ignore[assignment]
+        with pytest.raises(OSError, match="No space left on device"):
+            audit({"n": 2})
+        audit.file = real
+        audit({"n": 3})
+    assert [json.loads(line)["n"] for line in (tmp_path / "log").read_text().splitlines()] == [1, 3]
+
+
+def test_records_go_down_a_pipe() -> None:
+    reads, writes = os.pipe()
+    with open(reads, "rb") as pipe:
+        with AuditFile(f"/dev/fd/{writes}") as audit:
+            audit({"n": 1})
+        os.close(writes)
+        assert json.loads(pipe.read()) == {"n": 1}
 
 
 def test_a_command_that_keeps_going_fails_in_the_end(tmp_path, monkeypatch, capsys) -> None:

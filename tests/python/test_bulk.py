@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -241,6 +242,22 @@ def test_an_unknown_option_is_said_before_anything_is_written(tmp_path) -> None:
     with pytest.raises(UsageError, match=said):
         run_bulk(source, tmp_path / "out.jsonl", engine=FakeEngine(), paralel=2)
     assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_a_full_disk_leaves_nothing_that_is_in_the_way(tmp_path, monkeypatch) -> None:
+    source, out = write_queries(tmp_path / "in.jsonl", 4), tmp_path / "out.jsonl"
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UsageError, match="cannot write the output: No space left on device"):
+        run_bulk(source, out, engine=FakeEngine())
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+    out.touch()  # by a run that was killed before its first step
+    assert run_bulk(source, out, engine=FakeEngine()).queries == 4
+    assert len(read(out)) == 4
 
 
 def test_what_is_not_of_this_run_is_left_alone(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""The command where stdout, stderr or stdin is closed, full or broken: one line, no traceback."""
+"""The command when it is interrupted, or stdout, stderr or stdin is closed, full or broken."""
 
 from __future__ import annotations
 
@@ -6,21 +6,97 @@ import errno
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from cli_queries import HERE, QUERY
 from kvspan import cli
-from test_cli import FLOOD, HERE, QUERY
+
+INTERRUPTED = """
+import asyncio, sys
+sys.path.insert(0, {here!r})
+from fakes import FakeEngine
+from kvspan import cli, cli_options
+
+class Endless(FakeEngine):
+    async def generate(self, request, on_text=None):
+        if on_text:
+            on_text("partial")
+        print("running", file=sys.stderr, flush=True)
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            print("cancelled", file=sys.stderr, flush=True)
+
+    def close(self):
+        print("closed", file=sys.stderr, flush=True)
+
+cli_options.open_engine_with = lambda *_: Endless()
+sys.exit(cli.main(sys.argv[1:]))
+"""
 
 
-@pytest.fixture
-def query_file(tmp_path: Path) -> str:
-    path = tmp_path / "query.json"
-    path.write_text(json.dumps(QUERY))
-    return str(path)
+@pytest.mark.parametrize("flags", [[], ["--stream"], ["--json"]], ids=["plain", "stream", "json"])
+def test_ctrl_c_ends_cleanly(query_file, flags: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED.format(here=str(HERE)), "run", query_file, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "running\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ("partial\n" if flags == ["--stream"] else "")
+    said = err.splitlines()
+    assert said[:2] == ["cancelled", "closed"] and len(said) == 3
+    if flags == ["--json"]:
+        assert json.loads(said[2])["error"]["kind"] == "interrupted"
+    else:
+        assert said[2] == "kvspan: interrupted"
+
+
+FLOOD = """
+import sys
+sys.path.insert(0, {here!r})
+from fakes import FakeEngine
+from kvspan import cli, cli_options
+cli_options.open_engine_with = lambda *_: FakeEngine(answer=lambda request: "word " * 100000)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--stream"], ["--json"]], ids=["plain", "stream", "json"])
+def test_reader_that_leaves(query_file, flags: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", FLOOD.format(here=str(HERE)), "run", query_file, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(5)
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=60) == 1
+    assert err == ""
+
+
+def test_output_that_the_terminal_cannot_show(query_file) -> None:
+    script = FLOOD.replace('"word " * 100000', '"caf\\u00e9 \\U0001f99c"')
+    done = subprocess.run(
+        [sys.executable, "-c", script.format(here=str(HERE)), "run", query_file, "--quiet"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "caf\\xe9 \\U0001f99c\n", "")
 
 
 def shell(words: str, **options) -> subprocess.CompletedProcess[str]:

@@ -126,10 +126,10 @@ def test_an_answer_that_depends_on_the_cache_fails(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--questions", "1"], "--questions: expected 3 to 32"),
-        (["--questions", "33"], "--questions: expected 3 to 32"),
-        (["--threads", "0"], "--threads: expected 1 or more, got 0"),
-        (["--block-size", "0"], "block_size: expected at least 1, got 0"),
+        (["--questions", "1"], "--questions: expected a whole number, 3 to 32, got '1'"),
+        (["--questions", "33"], "--questions: expected a whole number, 3 to 32, got"),
+        (["--threads", "0"], "--threads: expected a whole number, 1 to 1024, got '0'"),
+        (["--block-size", "0"], "--block-size: expected a whole number, 1 to 65536, got '0'"),
         (["--kv-cache-gib", "1e-9"], "kv_cache_gib: expected "),
         (["--placement", "sideways"], "--placement"),
     ],

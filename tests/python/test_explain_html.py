@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -131,3 +132,8 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
     assert link.is_symlink() and page.read_text() == to_html(shown)
     with pytest.raises(UsageError, match="cannot write the page: No space left on device"):
         write_html(shown, "/dev/full")
+    reads, writes = os.pipe()
+    with open(reads, "rb") as pipe:
+        write_html(shown, f"/dev/fd/{writes}")
+        os.close(writes)
+        assert pipe.read().decode() == to_html(shown)

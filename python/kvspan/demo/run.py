@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from kvspan.demo.model import is_demo_model
 from kvspan.demo.passages import DemoData, Question, first_line, load
 from kvspan.engine import PLACEMENTS, GenerateRequest, GenerateResult, Placement, open_engine
-from kvspan.errors import KvspanError, UsageError
+from kvspan.errors import KvspanError
 from kvspan.extras import engine_extra, importing
 from kvspan.progress import ProgressBars
 from kvspan.query.builders import cross, plus, system, user
@@ -43,7 +43,7 @@ TOLERANCE = 1e-4  # of log-probabilities between a warm and an empty cache, in f
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from kvspan.cli_options import model_name
+    from kvspan.cli_options import add_block_size, add_machine_options, model_name, whole
 
     parser.add_argument(
         "--model",
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--questions",
-        type=int,
+        type=whole(LEAST_QUESTIONS, len(load().questions)),
         default=DEFAULT_QUESTIONS,
         metavar="N",
         help=f"how many to ask, {LEAST_QUESTIONS} to {len(load().questions)} "
@@ -66,13 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="sequential",
         help="sequential rotates cached keys to new positions, parallel moves nothing",
     )
-    parser.add_argument(
-        "--block-size", type=int, default=16, metavar="TOKENS", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--kv-cache-gib", type=float, default=1.0, metavar="GIB", help="default: %(default)s"
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all)")
+    add_block_size(parser)
+    add_machine_options(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
 
@@ -213,13 +208,6 @@ class Demo:
 def main(args: argparse.Namespace) -> int:
     """Run the demo. 0: the answers did not depend on the cache; 1: they did."""
     data = load()
-    if not LEAST_QUESTIONS <= args.questions <= len(data.questions):
-        raise UsageError(
-            f"--questions: expected {LEAST_QUESTIONS} to {len(data.questions)}, "
-            f"got {args.questions}"
-        )
-    if args.threads is not None and args.threads < 1:
-        raise UsageError(f"--threads: expected 1 or more, got {args.threads}")
     say: Callable[[str], None] = _silent if args.json else _print
     with importing(engine_extra(args.model)):
         import torch

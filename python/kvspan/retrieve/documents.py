@@ -50,6 +50,8 @@ def list_files(path: str | os.PathLike[str]) -> tuple[list[tuple[str, Path]], in
     path: a file, or a folder of which all files with known endings count, also those further down;
     hidden ones and links to folders do not. Raises UsageError where there is nothing to read.
     """
+    if not os.fspath(path):  # Path would take it for the folder at hand
+        raise UsageError("the corpus has no name", expected="a file or a folder")
     root = Path(path)
     if root.is_dir():
         found, others = _walk(root)

@@ -21,7 +21,13 @@ _OF_CONNECTOR = ("host_gib", "disk", "disk_gib", "connector_option")  # options 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from kvspan.cli_index import add_retrieval_options
-    from kvspan.cli_options import add_local_engine_options, model_name, number, whole
+    from kvspan.cli_options import (
+        add_block_size,
+        add_local_engine_options,
+        model_name,
+        number,
+        whole,
+    )
     from kvspan.vllm import launch
 
     add = parser.add_argument
@@ -48,7 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what requests call the model; may be given several times (default: as --model)",
     )
     add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    add("--port", type=whole(0), default=8000, help="0 takes a free one (default %(default)s)")
+    add(
+        "--port",
+        type=whole(0, 65535),
+        default=8000,
+        help="0 takes a free one (default %(default)s)",
+    )
     add("--api-key-file", metavar="FILE", help="API keys, one a line; any of them is accepted")
     add(
         "--max-requests",
@@ -78,13 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="for running requests to finish when the server is stopped (default %(default)s)",
     )
-    add(
-        "--block-size",
-        type=whole(1),
-        default=16,
-        metavar="TOKENS",
-        help="tokens per KV block; spans are padded to whole blocks (default %(default)s)",
-    )
+    add_block_size(parser)
     add_local_engine_options(parser)
     launch.add_connector_options(parser, "with --engine vllm: ")
     add_retrieval_options(parser)
@@ -132,15 +137,13 @@ def main(args: argparse.Namespace) -> int:
     settings = Settings(
         names=names,
         keys=keys,
-        max_body_bytes=int(args.max_body_mib * 2**20),
+        max_body_bytes=int(min(args.max_body_mib, 2**40) * 2**20),
         max_requests=args.max_requests,
         timeout=args.timeout,
         drain=args.drain_timeout,
         retriever=corpora,
         parentheses=marks,
     )
-    if args.port > 65535:
-        raise UsageError("bad --port", expected="0 to 65535", found=str(args.port))
     with contextlib.closing(bind(args.host, args.port)) as listener:
         if not keys and not is_loopback(listener):
             say(
