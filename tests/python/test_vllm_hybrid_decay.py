@@ -31,7 +31,6 @@ from kvspan.vllm.hybrid.decay import (
 from kvspan.vllm.hybrid.plans import Settings
 from kvspan.vllm.hybrid.policy import parse_policy
 from kvspan.vllm.hybrid.store import Geometry, PageStore
-from kvspan.vllm.hybrid.support import check_early
 from kvspan.vllm.hybrid.tracking import Track
 
 LAYERS = layer_map([LINEAR, LINEAR, FULL, LINEAR, FULL])
@@ -281,11 +280,3 @@ def test_request_within_a_bound_leaves_nothing() -> None:
 def test_unknown_policies(text: object) -> None:
     with pytest.raises(UsageError, match=r"here: unknown replay policy; expected .* or off; found"):
         parse_policy(text, "here")
-
-
-@pytest.mark.parametrize("extra", [{"decay": True}, {"replay": "bounded:0.1"}])
-def test_no_decays_beside_adapters(extra: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match="decays are not kept beside LoRA adapters; expected no"):
-        check_early(extra, lora=True)
-    check_early(extra)
-    check_early({}, lora=True)

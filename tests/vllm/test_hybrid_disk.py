@@ -11,10 +11,12 @@ import torch
 from hybrid_checks import BASE, ROUNDING, drop_states, tokens
 from hybrid_served import HybridServed, difference, save_hybrid
 from safetensors.torch import load_file, save_file
+from vllm.config import CompilationMode
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from kvspan.errors import UsageError
 from kvspan.host import DiskLevel
+from kvspan.host.pages import anonymous_memory
 from kvspan.vllm.hybrid import support
 
 TRAINED = Path(__file__).resolve().parents[1] / "fixtures" / "tiny_hybrid"
@@ -36,9 +38,16 @@ def test_next_server_finds_what_is_whole(folder: Path, tmp_path: Path) -> None:
     served = serve(folder, disk)
     served.ask([BASE[:800]], 1)
     (full,) = served.ask([prompt], replay="off")
+    config, caches = served.llm.llm_engine.vllm_config, served.connector._kv_cache_config
     served.close()
     files = sorted(disk.rglob("*.kv"))
     assert len(files) > 4
+    for mode in (CompilationMode.NONE, CompilationMode.VLLM_COMPILE):
+        config.compilation_config.mode = mode
+        given = support.options(config)
+        with closing(support.make_store(config, caches, given, anonymous_memory).tier) as tier:
+            # What other kernels have rounded is not exact.
+            assert bool(tier.stored_keys()) == (mode == CompilationMode.NONE)
 
     served = serve(folder, disk)
     (answer,) = served.ask([prompt])

@@ -74,6 +74,7 @@ def configuration(model_type: str, changes: dict[str, Any]) -> Any:
             use_sequence_parallel_moe=False,
         ),
         speculative_config=None,
+        lora_config=None,
     )
     for name, value in changes.items():
         part, _, last = name.rpartition(".")
@@ -99,6 +100,7 @@ def configuration(model_type: str, changes: dict[str, Any]) -> Any:
         ({"parallel_config.decode_context_parallel_size": 2}, [attention()], "; set --decode-cont"),
         ({"model_config.quantization": "gguf"}, [attention()], "; load them from safetensors"),
         ({"speculative_config": object()}, [attention()], "; leave --speculative-config out"),
+        ({"use_v2_model_runner": True}, [attention()], "; set VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"model_config.hf_text_config.model_type": "x"}, [attention()], "type x; expected one of"),
     ],
     ids=lambda value: str(value)[:60],
@@ -129,6 +131,8 @@ def test_spans_without_a_cache() -> None:
         ({}, [attention(), recurrent(), window()], "its KV cache has SlidingWindowSpec"),
         ({}, [attention(), recurrent(), attention()], "2 kinds of attention cache; expected 1"),
         ({"speculative_config": object()}, [attention(), recurrent()], "; leave --speculative-con"),
+        ({"use_v2_model_runner": True}, [attention(), recurrent()], "; set VLLM_USE_V2_MODEL_R"),
+        ({"lora_config": object()}, [attention(), recurrent()], "LoRA adapters, .* --enable-lora"),
         ({"parallel_config.use_ubatching": True}, [attention(), recurrent()], "; leave --enable-d"),
         (
             {"parallel_config.nnodes": 2},

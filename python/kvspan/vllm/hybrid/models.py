@@ -105,8 +105,7 @@ def __getattr__(name: str) -> type[nn.Module]:
 
     @functools.wraps(base.__init__)
     def build(self: Any, *args: Any, vllm_config: VllmConfig, **kwargs: Any) -> None:
-        lora = vllm_config.lora_config is not None
-        check_early(settings_of(vllm_config.kv_transfer_config), lora)
+        check_early(settings_of(vllm_config.kv_transfer_config))
         base.__init__(self, *args, vllm_config=vllm_config, **kwargs)
         install(self, vllm_config)
 

@@ -23,6 +23,7 @@ from kvspan.vllm.hybrid.policy import Policy, parse_policy
 from kvspan.vllm.hybrid.store import Bytes, Geometry, PageStore
 from kvspan.vllm.plugin import HYBRIDS_MODULE
 from kvspan.vllm.settings import WHERE, check_settings, keeps_decays
+from kvspan.vllm.support import other_runner
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -82,21 +83,14 @@ def options(vllm_config: VllmConfig) -> Options:
     )
 
 
-def check_early(extra: Mapping[str, object] | None, lora: bool = False) -> None:
+def check_early(extra: Mapping[str, object] | None) -> None:
     """Before a model is read, which may take minutes: whether its settings can be used.
-
-    lora: whether adapters may be.
 
     Raises:
         UsageError: with a line that the log has as well, above vLLM's tracebacks.
     """
     try:
         given = check_settings(extra, "hybrid")
-        if lora and keeps_decays(given):  # their layers stand before the ones that are looked at
-            raise UsageError(
-                f"{WHERE}: decays are not kept beside LoRA adapters",
-                expected="no --enable-lora, or decay false and replay exact or ratio:R",
-            )
         if folder := given["disk"]:
             try:
                 check_folder(folder)
@@ -164,13 +158,25 @@ def make_store(
     if options.disk:
         # Another model, or the same in other units of storage, must not be taken for this one.
         told = digest_fields(
-            "kvspan/vllm/hybrid/disk/v2", model.model, model.revision, str(model.dtype),
+            "kvspan/vllm/hybrid/disk/v3", model.model, model.revision, str(model.dtype),
             config.to_json_string(), repr(geometry), options.pair, weights(vllm_config),
+            _kernels(vllm_config),
         )  # fmt: skip
         disk = open_disk(options.disk, options.disk_bytes, told)
     memory = take_memory(options.host_bytes)
     tier = HostTier(options.host_bytes, page_bytes=page, memory=memory, disk=disk)
     return PageStore(tier, geometry)
+
+
+def _kernels(vllm_config: VllmConfig) -> str:
+    """Changes with the code that the model runs: states that other kernels have rounded are not
+    exact here."""
+    import torch
+    import vllm
+
+    compiled = vllm_config.compilation_config.compute_hash()
+    device = vllm_config.device_config.device_type
+    return repr((vllm.__version__, torch.__version__, device, compiled))
 
 
 def is_hybrid(kv_cache_config: KVCacheConfig) -> bool:
@@ -196,6 +202,8 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     kind = getattr(model.hf_text_config, "model_type", "")
     if kind not in HYBRIDS:
         return f"model type {kind}; expected one of {', '.join(HYBRIDS)}"
+    if reason := other_runner(vllm_config):
+        return reason
     attention = []
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
@@ -224,6 +232,11 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     if parallel.distributed_executor_backend not in ("uni", "mp"):
         found = parallel.distributed_executor_backend
         return f"executor {found}; set --distributed-executor-backend mp"
+    if vllm_config.lora_config is not None:
+        return (
+            "LoRA adapters, which vLLM gives the rows of a step and not those of a replay; leave "
+            "--enable-lora out"
+        )
     if vllm_config.speculative_config is not None:
         return "speculative decoding; leave --speculative-config out"
     if parallel.use_ubatching:
