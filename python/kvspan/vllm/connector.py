@@ -3,32 +3,25 @@
 Scheduler side: gives span requests their own block hashes, holds them back until their spans are
 there, and reports the tokens that moves will fill. Where spans stay away, or are gone when vLLM
 resumes a request that it had preempted, the request computes them itself under the same mask
-(`kvspan.vllm.attention`). Worker side: executes the moves before the forward pass of the step that
-was promised them, and rebuilds the attention metadata of steps with spans in them
-(`kvspan.vllm.span_worker`). With a host tier, spans that the pool loses come back from there
+(`kvspan.vllm.attention`). Worker side (`kvspan.vllm.worker_side`): executes the moves before the
+forward pass of the step that was promised them, and rebuilds the attention metadata of steps with
+spans in them. With a host tier, spans that the pool loses come back from there
 (`kvspan.vllm.span_host`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHash
 
-from kvspan.errors import KvspanError, UsageError
+from kvspan.errors import UsageError
 from kvspan.ops import digest_fields
 from kvspan.vllm.hybrid.support import is_hybrid
 from kvspan.vllm.params import SpanAudit, from_params
@@ -40,14 +33,12 @@ from kvspan.vllm.span_pool import refresh, steer
 from kvspan.vllm.span_rows import RowPlanner
 from kvspan.vllm.span_setup import HostSettings, flops, host_refusal, lora_name, num_workers
 from kvspan.vllm.span_steps import StepMetadata, StepReport, Tracked
-from kvspan.vllm.span_worker import SpanWorker
 from kvspan.vllm.stats import SpanPromMetrics, SpanStats
 from kvspan.vllm.support import no_rows, refusal, version_note
+from kvspan.vllm.worker_side import WorkerSide, said_in_log
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -60,7 +51,7 @@ logger = init_logger("vllm.kvspan")
 _NO_ROOM_NOW = "no room yet"
 
 
-class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
+class KvspanConnector(WorkerSide, SupportsHMA):
     """See the module's text. Inert, and says why, where `support.refusal` finds a reason.
 
     For hybrid models the connector is a `kvspan.vllm.hybrid.connector.HybridConnector` instead.
@@ -83,7 +74,7 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         self._reason = refusal(vllm_config, kv_cache_config, self._no_rows)
         self._block_size = vllm_config.cache_config.block_size
         self._caching = bool(vllm_config.cache_config.enable_prefix_caching)
-        with _said():
+        with said_in_log():
             extra = self._kv_transfer_config.kv_connector_extra_config
             settings = check_settings(extra, "spans")
         self._steer = settings["steer"]
@@ -95,7 +86,6 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         self._tracked: dict[str, Tracked] = {}
         self._audits = SpanAudits()
         self._step = StepMetadata()
-        self._worker: SpanWorker | None = None
         self._host: SpanHost | None = None
         self._host_settings = HostSettings.of(settings) if settings["host_gib"] else None
         self._no_host = host_refusal(vllm_config) if self._host_settings else ""
@@ -142,15 +132,13 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """No. vLLM asks where it will compile, and before it reads the model: a chance to say early
         what is wrong with the settings."""
-        with _said():
+        with said_in_log():
             check_settings(extra_config)
         return False
 
     @property
     def requires_kv_delivery(self) -> bool:
         return False  # what is lost is computed again
-
-    # Scheduler side.
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._pool = self._rows.pool = gpu_block_pool
@@ -405,59 +393,3 @@ class KvspanConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> SpanPromMetrics:
         return SpanPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    # Worker side.
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if not self._reason:
-            with _said():
-                self._worker = SpanWorker(self._vllm_config, kv_caches, self._host_settings)
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None:
-            self._worker.begin(self._metadata())
-
-    def _metadata(self) -> StepMetadata:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepMetadata)
-        return metadata
-
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        if self._worker is not None:
-            self._worker.move(self._metadata())
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        # The other moves are over, or ahead on the same stream.
-        if self._worker is not None:
-            self._worker.move_late(self._metadata(), layer_name)
-
-    def save_kv_layer(
-        self,
-        layer_name: str,
-        kv_layer: torch.Tensor,
-        attn_metadata: AttentionMetadata,
-        **kwargs: Any,
-    ) -> None:
-        return  # what goes to the host goes once the pass is over
-
-    def wait_for_save(self) -> None:
-        if self._worker is not None:
-            self._worker.end(self._metadata())
-
-    def build_connector_worker_meta(self) -> StepReport | None:
-        return self._worker.report() if self._worker is not None else None
-
-    def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-
-
-@contextmanager
-def _said() -> Iterator[None]:
-    """What cannot be used stands in one line of the log, above vLLM's tracebacks."""
-    try:
-        yield
-    except KvspanError as error:
-        logger.error("kvspan: %s", error)
-        raise
