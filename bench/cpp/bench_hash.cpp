@@ -6,6 +6,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kvspan/block_hash.h"
@@ -40,12 +41,14 @@ void count_tokens(benchmark::State& state, std::int64_t num_tokens) {
                          benchmark::Counter::kIsRate);
 }
 
-void hash_prompt(benchmark::State& state, std::int64_t block_size, std::int64_t num_tokens,
-                 std::int64_t span_tokens, Sha256Isa isa = Sha256Isa::kAuto,
+// Spans of span_tokens, with `every` times as many tokens from the start of one to the next's.
+void hash_layout(benchmark::State& state, std::int64_t block_size, std::int64_t num_tokens,
+                 std::int64_t span_tokens, std::int64_t every, Sha256Isa isa = Sha256Isa::kAuto,
                  std::shared_ptr<TokenStore> store = nullptr) {
   auto tokens = random_tokens(num_tokens);
   std::vector<SpanRange> spans;
-  for (std::int64_t i = 0; span_tokens > 0 && i + span_tokens <= num_tokens; i += span_tokens) {
+  for (std::int64_t i = 0; span_tokens > 0 && i + span_tokens <= num_tokens;
+       i += every * span_tokens) {
     spans.emplace_back(i, i + span_tokens);
   }
   std::vector<std::uint8_t> keys(num_tokens / block_size * sizeof(Digest));
@@ -55,6 +58,11 @@ void hash_prompt(benchmark::State& state, std::int64_t block_size, std::int64_t 
     benchmark::DoNotOptimize(keys.data());
   }
   count_tokens(state, num_tokens);
+}
+
+void hash_prompt(benchmark::State& state, std::int64_t block_size, std::int64_t num_tokens,
+                 std::int64_t span_tokens, Sha256Isa isa, std::shared_ptr<TokenStore> store) {
+  hash_layout(state, block_size, num_tokens, span_tokens, 1, isa, std::move(store));
 }
 
 void hash_batch(benchmark::State& state, std::int64_t block_size, std::int64_t num_prompts,
@@ -131,6 +139,9 @@ const bool kRegistered = [] {
       RegisterBenchmark(name("Spans", size, "span_tokens:" + std::to_string(span)).c_str(),
                         hash_prompt, size, kNumTokens, span, Sha256Isa::kAuto, nullptr);
     }
+    // As much text between the spans as in them.
+    RegisterBenchmark(name("Spans", size, "every_other_block").c_str(),
+                      [size](auto& state) { hash_layout(state, size, kNumTokens, size, 2); });
     RegisterBenchmark(name("Extra", size, "every_block").c_str(), hash_extra, size);
     for (const int threads : {1, 2, 4}) {
       RegisterBenchmark(

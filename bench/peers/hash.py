@@ -130,8 +130,7 @@ def _spans(bench: Bench, ids: np.ndarray) -> None:
             baseline="no spans",
             items=NUM_TOKENS,
             unit="tokens",
-            # At most 5% more time; block_hash.h ("Cost") tells which layout cannot meet it.
-            targets=dict.fromkeys(named, 1 / 1.05),
+            targets=dict.fromkeys(named, 1 / 1.05),  # at most 5% more time
         )
 
 

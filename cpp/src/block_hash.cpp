@@ -117,7 +117,7 @@ void run(std::span<block_hash::Prompt> prompts, const ExtendArgs& args, std::int
 }
 
 // Makes room for count more, at least twice the room there was if that was too little.
-void grow(std::vector<Digest>& digests, std::size_t count) {
+void grow(LargeVector<Digest>& digests, std::size_t count) {
   const std::size_t size = digests.size() + count;
   if (size > digests.capacity()) digests.reserve(std::max(size, 2 * digests.capacity()));
 }
@@ -148,8 +148,9 @@ Digest BlockChain::digest() const {
   std::shared_lock<std::shared_mutex> store_lock;
   if (store_) store_lock = store_->hold();
   std::vector<std::uint8_t> message;
-  return block_hash::Hasher{code_, store_.get()}.hash_absorb(state_.outer, state_.waiting, {}, {},
-                                                             message);
+  const std::size_t size =
+      block_hash::absorb_message(state_.outer, state_.waiting, {}, {}, message);
+  return block_hash::Hasher{code_, store_.get()}.hash(message, size);
 }
 
 std::int64_t BlockChain::num_new_blocks(std::int64_t num_tokens) const {

@@ -1,11 +1,13 @@
-// Hashes the blocks of many prompts, two independent runs of blocks at a time.
+// Hashes the blocks of many prompts, two independent messages at a time.
 //
 // A prompt's outer chain is serial, but prompts do not depend on each other, and neither do a
-// prompt's spans once its anchor is known. So one thread takes its prompts through three steps,
-// each of which has runs of blocks that may be hashed in any order:
-//   1. every prompt's text before its first span;
-//   2. every span;
-//   3. every prompt's text after its first span, gap by gap, absorbing the spans on the way.
+// prompt's spans once its anchor is known. So there are runs of blocks that may be hashed at once:
+//   - the text of each prompt up to its first span;
+//   - then each of its spans;
+//   - and its text behind a span, as soon as that span and the text before it are hashed.
+// Two lanes take runs of the last and first kind where there are some, since the end waits for
+// those, and spans otherwise. Their messages need not be of one length: the lanes meet after every
+// 64 bytes at which one of them is through.
 #pragma once
 
 #include <algorithm>
@@ -50,9 +52,33 @@ struct Prompt {
   Digest outer;
   std::optional<Digest> span_parent;
   // Written: those of this call, and whether an outer block has absorbed `waiting`.
-  std::vector<Digest> new_waiting;
+  LargeVector<Digest> new_waiting;
   bool absorbed = false;
 };
+
+// The message of an outer block that absorbs spans, by their last keys; no tokens: of a chain that
+// ends with them. padded: where it is written, with SHA-256's padding. Returns its size without.
+inline std::size_t absorb_message(const Digest& parent, std::span<const Digest> old_keys,
+                                  std::span<const Digest> new_keys,
+                                  std::span<const std::uint8_t> tokens,
+                                  std::vector<std::uint8_t>& padded) {
+  const std::uint64_t count = old_keys.size() + new_keys.size();
+  const std::size_t size = kTokensOffset + sizeof(count) + count * sizeof(Digest) + tokens.size();
+  padded.resize(sha256_padded_size(size));
+  std::uint8_t* out = padded.data();
+  const auto put = [&](const void* bytes, std::size_t n) {
+    if (n > 0) std::memcpy(out, bytes, n);
+    out += n;
+  };
+  put(kAbsorbTag, kTagBytes);
+  put(parent.data(), sizeof(Digest));
+  put(&count, sizeof(count));
+  put(old_keys.data(), old_keys.size_bytes());
+  put(new_keys.data(), new_keys.size_bytes());
+  put(tokens.data(), tokens.size());
+  sha256_write_padding(padded.data(), size);
+  return size;
+}
 
 // How messages become digests: SHA-256, or a store.
 struct Hasher {
@@ -69,27 +95,9 @@ struct Hasher {
     return sha256_padded(code, padded, sizeof(padded) / 64);
   }
 
-  // The digest of an outer block that absorbs spans, by their last keys; no tokens: of a chain that
-  // ends with them. padded: room for the message, kept from call to call.
-  Digest hash_absorb(const Digest& parent, std::span<const Digest> old_keys,
-                     std::span<const Digest> new_keys, std::span<const std::uint8_t> tokens,
-                     std::vector<std::uint8_t>& padded) const {
-    const std::uint64_t count = old_keys.size() + new_keys.size();
-    const std::size_t size = kTokensOffset + sizeof(count) + count * sizeof(Digest) + tokens.size();
-    padded.resize(sha256_padded_size(size));
-    std::uint8_t* out = padded.data();
-    const auto put = [&](const void* bytes, std::size_t n) {
-      if (n > 0) std::memcpy(out, bytes, n);
-      out += n;
-    };
-    put(kAbsorbTag, kTagBytes);
-    put(parent.data(), sizeof(Digest));
-    put(&count, sizeof(count));
-    put(old_keys.data(), old_keys.size_bytes());
-    put(new_keys.data(), new_keys.size_bytes());
-    put(tokens.data(), tokens.size());
-    if (store) return store->intern({padded.data(), size});
-    sha256_write_padding(padded.data(), size);
+  // The digest of a message from absorb_message().
+  Digest hash(std::span<const std::uint8_t> padded, std::size_t size) const {
+    if (store) return store->intern(padded.first(size));
     return sha256_padded(code, padded.data(), padded.size() / 64);
   }
 
@@ -120,7 +128,13 @@ class Runner {
  public:
   // token_ids and stride: of the whole call.
   Runner(const Token* token_ids, std::int64_t stride, std::int64_t block_size, const Hasher& hasher)
-      : token_ids_(token_ids), stride_(stride), block_size_(block_size), hasher_(hasher) {
+      : token_ids_(token_ids),
+        stride_(stride),
+        block_size_(block_size),
+        log2_block_size_(std::has_single_bit(static_cast<std::uint64_t>(block_size))
+                             ? std::countr_zero(static_cast<std::uint64_t>(block_size))
+                             : -1),
+        hasher_(hasher) {
     const std::size_t size = kTokensOffset + static_cast<std::size_t>(block_size) * sizeof(Id);
     preimage_bytes_ = size;
     preimage_padded_bytes_ = sha256_padded_size(size);
@@ -133,16 +147,33 @@ class Runner {
   }
 
   void run(std::span<Prompt> prompts) {
-    hash_texts(prompts, [](const Prompt& p) {
-      const SpanRange* span = next_span(p, p.spans.data());
-      return SpanRange{p.start, span ? span->first : p.stop};
-    });
-    hash_spans(prompts);
-    hash_gaps(prompts);
+    courses_.reserve(prompts.size());
+    for (Prompt& p : prompts) {
+      courses_.push_back({.prompt = &p, .at = p.start, .next = next_span(p, p.spans.data())});
+    }
+    for (std::size_t c = courses_.size(); c-- > 0;) ready_.push_back(&courses_[c]);
+    if (hasher_.store) {
+      Lane& lane = lanes_[0];
+      while (start(lane)) {
+        while (lane.blocks_left > 0) finish_block(lane, hasher_.store->intern(lane.message));
+      }
+    } else {
+      run_lanes();
+    }
   }
 
  private:
   using Id = std::uint32_t;
+
+  // How far a prompt is.
+  struct Course {
+    Prompt* prompt;
+    std::int64_t at;                     // where the text that is next in the outer chain begins
+    const SpanRange* next;               // the span behind that text, or null
+    const SpanRange* to_hash = nullptr;  // the next span for a lane; null: none is left
+    bool has_opened = false;             // to_hash is valid
+    bool waits = false;                  // for `next` to be hashed
+  };
 
   // A run of blocks in hand.
   struct Lane {
@@ -154,7 +185,15 @@ class Runner {
     std::span<const ExtraRange> extra;  // those that end behind `position`
     Digest parent;
     std::uint8_t* keys = nullptr;
-    Digest* result = nullptr;  // where the last key also goes, or null
+    Course* course = nullptr;
+    const SpanRange* span = nullptr;  // what is hashed, or null: text of the outer chain
+
+    // The block in hand: its message, and for SHA-256 what is left of that and the state so far.
+    std::span<const std::uint8_t> message;
+    std::vector<std::uint8_t> absorbing;  // the message of a block that absorbs spans
+    const std::uint8_t* chunks = nullptr;
+    std::size_t chunks_left = 0;
+    std::array<std::uint32_t, 8> state;
   };
 
   // The first span from `from` on that is not empty, or null.
@@ -164,17 +203,22 @@ class Runner {
     return from == end ? nullptr : from;
   }
 
+  // Whole blocks of so many tokens. A division would show where runs are of one block.
+  std::int64_t num_blocks(std::int64_t num_tokens) const {
+    return log2_block_size_ >= 0 ? num_tokens >> log2_block_size_ : num_tokens / block_size_;
+  }
+
   std::uint8_t* keys_at(const Prompt& prompt, std::int64_t position) const {
     const auto pending = static_cast<std::int64_t>(prompt.pending.size());
-    return prompt.keys + (position - (prompt.start - pending)) / block_size_ * sizeof(Digest);
+    return prompt.keys + num_blocks(position - (prompt.start - pending)) * sizeof(Digest);
   }
 
   // Sets the lane to the full blocks of tokens [start, end); false if there are none.
   bool fill(Lane& lane, const Prompt& prompt, std::int64_t start, std::int64_t end,
-            const Digest& parent, Digest* result) const {
+            const Digest& parent) const {
     lane.filled = start == prompt.start ? static_cast<std::int64_t>(prompt.pending.size()) : 0;
     lane.position = start - lane.filled;
-    lane.blocks_left = (end - lane.position) / block_size_;
+    lane.blocks_left = num_blocks(end - lane.position);
     if (lane.blocks_left == 0) return false;
     if (lane.filled > 0) {
       std::memcpy(lane.preimage + kTokensOffset, prompt.pending.data(), lane.filled * sizeof(Id));
@@ -186,7 +230,6 @@ class Runner {
     lane.extra = {first_extra, prompt.extra.end()};
     lane.parent = parent;
     lane.keys = keys_at(prompt, lane.position);
-    lane.result = result;
     return true;
   }
 
@@ -230,144 +273,140 @@ class Runner {
     std::memcpy(lane.preimage + kParentOffset, lane.parent.data(), sizeof(Digest));
   }
 
-  static void finish(Lane& lane, const Digest& key) {
+  void begin_block(Lane& lane) {
+    prepare(lane);
+    lane.message = {lane.preimage, preimage_bytes_};
+    std::size_t padded_bytes = preimage_padded_bytes_;
+    Prompt& prompt = *lane.course->prompt;
+    const std::span<const Digest> old_keys =
+        prompt.absorbed ? std::span<const Digest>() : prompt.waiting;
+    if (!lane.span && !(old_keys.empty() && prompt.new_waiting.empty())) {
+      const std::size_t size = absorb_message(lane.parent, old_keys, prompt.new_waiting,
+                                              lane.message.subspan(kTokensOffset), lane.absorbing);
+      lane.message = {lane.absorbing.data(), size};
+      padded_bytes = lane.absorbing.size();
+      prompt.absorbed = true;
+      prompt.new_waiting.clear();
+    }
+    lane.chunks = lane.message.data();
+    lane.chunks_left = padded_bytes / 64;
+    lane.state = kSha256InitialState;
+  }
+
+  void finish_block(Lane& lane, const Digest& key) {
     lane.parent = key;
     std::memcpy(lane.keys, key.data(), sizeof(Digest));
     lane.keys += sizeof(Digest);
-    if (--lane.blocks_left == 0 && lane.result) *lane.result = key;
-  }
-
-  void hash_block(Lane& lane) const {
-    prepare(lane);
-    if (hasher_.store) {
-      finish(lane, hasher_.store->intern({lane.preimage, preimage_bytes_}));
-    } else {
-      finish(lane, sha256_padded(hasher_.code, lane.preimage, preimage_padded_bytes_ / 64));
+    if (--lane.blocks_left > 0) return begin_block(lane);
+    Course& course = *lane.course;
+    if (!lane.span) {
+      course.prompt->outer = key;
+      ready_.push_back(&course);
+    } else if (course.waits && lane.span == course.next) {
+      course.waits = false;
+      ready_.push_back(&course);
     }
+    lane.span = nullptr;
   }
 
-  void hash_block_pair(Lane& first, Lane& second) const {
-    prepare(first);
-    prepare(second);
-    const auto [one, two] = sha256_padded_pair(hasher_.code, first.preimage, second.preimage,
-                                               preimage_padded_bytes_ / 64);
-    finish(first, one);
-    finish(second, two);
-  }
-
-  // The first block of text behind spans.
-  void hash_head(Lane& lane, Prompt& prompt) {
-    prepare(lane);
-    const std::span<const Digest> old_keys =
-        prompt.absorbed ? std::span<const Digest>() : prompt.waiting;
-    finish(lane, hasher_.hash_absorb(
-                     lane.parent, old_keys, prompt.new_waiting,
-                     {lane.preimage + kTokensOffset, preimage_bytes_ - kTokensOffset}, absorbing_));
-    prompt.absorbed = true;
-    prompt.new_waiting.clear();
-  }
-
-  // Like fill() for text of the outer chain; false if no block is left to hash.
-  bool fill_text(Lane& lane, Prompt& prompt, std::int64_t start, std::int64_t end) {
-    if (!fill(lane, prompt, start, end, prompt.outer, &prompt.outer)) return false;
-    const bool waits = !prompt.new_waiting.empty() || (!prompt.absorbed && !prompt.waiting.empty());
-    if (waits) hash_head(lane, prompt);
-    return lane.blocks_left > 0;
-  }
-
-  // Hashes independent runs. next(lane) fills a lane with the next one, or returns false.
-  template <typename Next>
-  void run_lanes(const Next& next) {
-    Lane* busy = &lanes_[0];
-    Lane* idle = &lanes_[1];
-    bool more = next(*busy);
-    while (more && !hasher_.store) {
-      more = next(*idle);
-      if (!more) break;
-      for (auto n = std::min(busy->blocks_left, idle->blocks_left); n > 0; --n) {
-        hash_block_pair(*busy, *idle);
-      }
-      if (busy->blocks_left == 0) std::swap(busy, idle);
-      if (busy->blocks_left == 0) more = next(*busy);
+  // Gives an idle lane the next run of blocks; false if there is none now.
+  bool start(Lane& lane) {
+    while (!ready_.empty()) {
+      Course& course = *ready_.back();
+      ready_.pop_back();
+      if (start_text(lane, course)) return true;
     }
+    if (next_opened_ == opened_.size()) return false;
+    Course& course = *opened_[next_opened_];
+    const Prompt& prompt = *course.prompt;
+    lane.course = &course;
+    lane.span = course.to_hash;
+    fill(lane, prompt, lane.span->first, lane.span->second, *prompt.span_parent);
+    course.to_hash = next_span(prompt, lane.span + 1);
+    if (!course.to_hash) ++next_opened_;
+    begin_block(lane);
+    return true;
+  }
+
+  // Moves an outer chain on to its next block of text; false if it waits for a span, or ends.
+  bool start_text(Lane& lane, Course& course) {
     do {
-      while (busy->blocks_left > 0) hash_block(*busy);
-    } while (more && (more = next(*busy)));
-  }
-
-  // Hashes one piece of text of each prompt, and moves its outer chain on.
-  // piece(prompt): its tokens [start, end).
-  template <typename Piece>
-  void hash_texts(std::span<Prompt> prompts, const Piece& piece) {
-    auto prompt = prompts.begin();
-    run_lanes([&](Lane& lane) {
-      while (prompt != prompts.end()) {
-        Prompt& p = *prompt++;
-        const auto [start, end] = piece(p);
-        if (fill_text(lane, p, start, end)) return true;
+      const Prompt& prompt = *course.prompt;
+      const std::int64_t start = course.at;
+      course.at = course.next ? course.next->first : prompt.stop;
+      if (start < course.at && fill(lane, prompt, start, course.at, prompt.outer)) {
+        lane.course = &course;
+        begin_block(lane);
+        return true;
       }
-      return false;
-    });
+    } while (pass_span(course));
+    return false;
   }
 
-  void hash_spans(std::span<Prompt> prompts) {
-    for (Prompt& p : prompts) {
-      if (p.span_parent || !next_span(p, p.spans.data())) continue;
-      p.span_parent = hasher_.hash_pair(kSpanTag, p.span_root, p.anchored ? p.outer : Digest{});
+  // Takes the last key of the span that an outer chain has come to; false if there is none yet.
+  bool pass_span(Course& course) {
+    if (!course.next) return false;
+    Prompt& prompt = *course.prompt;
+    if (!course.has_opened) {
+      course.has_opened = true;
+      course.to_hash = course.next;
+      opened_.push_back(&course);
+      if (!prompt.span_parent) {
+        prompt.span_parent = hasher_.hash_pair(kSpanTag, prompt.span_root,
+                                               prompt.anchored ? prompt.outer : Digest{});
+      }
     }
-    std::size_t prompt = 0, span = 0;
-    run_lanes([&](Lane& lane) {
-      for (; prompt < prompts.size(); ++prompt, span = 0) {
-        const Prompt& p = prompts[prompt];
-        while (span < p.spans.size()) {
-          const auto [start, end] = p.spans[span++];
-          if (start == end) continue;
-          fill(lane, p, start, end, *p.span_parent, nullptr);
-          return true;
-        }
-      }
-      return false;
-    });
+    course.waits = course.next == course.to_hash || course.next == lanes_[0].span ||
+                   course.next == lanes_[1].span;
+    if (course.waits) return false;
+    course.at = course.next->second;
+    Digest last_key;
+    std::memcpy(last_key.data(), keys_at(prompt, course.at) - sizeof(Digest), sizeof(Digest));
+    prompt.new_waiting.push_back(last_key);
+    course.next = next_span(prompt, course.next + 1);
+    return true;
   }
 
-  void hash_gaps(std::span<Prompt> prompts) {
-    struct Cursor {
-      Prompt* prompt;
-      const SpanRange* span;
+  void run_lanes() {
+    Lane& first = lanes_[0];
+    Lane& second = lanes_[1];
+    const auto finish = [&](Lane& lane, std::size_t num_chunks) {
+      lane.chunks += 64 * num_chunks;
+      lane.chunks_left -= num_chunks;
+      if (lane.chunks_left == 0) finish_block(lane, sha256_digest(lane.state));
     };
-    std::vector<Cursor> cursors;
-    for (Prompt& p : prompts) {
-      if (const SpanRange* span = next_span(p, p.spans.data())) cursors.push_back({&p, span});
-    }
-    while (!cursors.empty()) {
-      std::size_t cursor = 0;
-      run_lanes([&](Lane& lane) {
-        while (cursor < cursors.size()) {
-          auto& [p, span] = cursors[cursor++];
-          while (span) {  // several where spans touch
-            const std::int64_t end = span->second;
-            Digest last_key;
-            std::memcpy(last_key.data(), keys_at(*p, end) - sizeof(Digest), sizeof(Digest));
-            p->new_waiting.push_back(last_key);
-            span = next_span(*p, span + 1);
-            if (fill_text(lane, *p, end, span ? span->first : p->stop)) return true;
-          }
-        }
-        return false;
-      });
-      std::erase_if(cursors, [](const Cursor& c) { return c.span == nullptr; });
+    for (;;) {
+      const bool has_first = first.blocks_left > 0 || start(first);
+      const bool has_second = second.blocks_left > 0 || start(second);
+      if (has_first && has_second) {
+        const std::size_t num_chunks = std::min(first.chunks_left, second.chunks_left);
+        hasher_.code.compress_pair(first.state.data(), first.chunks, second.state.data(),
+                                   second.chunks, num_chunks);
+        finish(first, num_chunks);
+        finish(second, num_chunks);
+      } else if (has_first || has_second) {
+        Lane& lane = has_first ? first : second;
+        hasher_.code.compress(lane.state.data(), lane.chunks, lane.chunks_left);
+        finish(lane, lane.chunks_left);
+      } else {
+        return;
+      }
     }
   }
 
   const Token* const token_ids_;
   const std::int64_t stride_;
   const std::int64_t block_size_;
+  const int log2_block_size_;  // -1: it is no power of two
   const Hasher hasher_;
   std::size_t preimage_bytes_ = 0;
   std::size_t preimage_padded_bytes_ = 0;
   std::vector<std::uint8_t> preimages_;
-  std::vector<std::uint8_t> absorbing_;  // the message of a block that absorbs spans
   std::array<Lane, 2> lanes_;
+  std::vector<Course> courses_;
+  std::vector<Course*> ready_;   // whose outer chain can go on, the next one last
+  std::vector<Course*> opened_;  // with spans that can be hashed, from next_opened_ on
+  std::size_t next_opened_ = 0;
 };
 
 }  // namespace kvspan::block_hash

@@ -123,13 +123,11 @@ void sha256_write_padding(std::uint8_t* buffer, std::size_t size) {
   for (int i = 0; i < 8; ++i) buffer[padded - 1 - i] = static_cast<std::uint8_t>(bits >> (8 * i));
 }
 
-namespace {
-
 static_assert(std::endian::native == std::endian::little, "digests are written in big endian");
 
 // Whole words, because the next block of a chain loads the digest at once: the processor cannot
 // forward single bytes to such a load.
-Digest to_digest(const std::array<std::uint32_t, 8>& state) {
+Digest sha256_digest(const std::array<std::uint32_t, 8>& state) {
   Digest digest;
   for (int i = 0; i < 8; ++i) {
     const std::uint32_t word = __builtin_bswap32(state[i]);
@@ -138,20 +136,10 @@ Digest to_digest(const std::array<std::uint32_t, 8>& state) {
   return digest;
 }
 
-}  // namespace
-
 Digest sha256_padded(const Sha256Code& code, const std::uint8_t* chunks, std::size_t num_chunks) {
   std::array<std::uint32_t, 8> state = kSha256InitialState;
   code.compress(state.data(), chunks, num_chunks);
-  return to_digest(state);
-}
-
-std::pair<Digest, Digest> sha256_padded_pair(const Sha256Code& code, const std::uint8_t* first,
-                                             const std::uint8_t* second, std::size_t num_chunks) {
-  std::array<std::uint32_t, 8> first_state = kSha256InitialState;
-  std::array<std::uint32_t, 8> second_state = kSha256InitialState;
-  code.compress_pair(first_state.data(), first, second_state.data(), second, num_chunks);
-  return {to_digest(first_state), to_digest(second_state)};
+  return sha256_digest(state);
 }
 
 Digest sha256(std::span<const std::uint8_t> message, Sha256Isa isa) {

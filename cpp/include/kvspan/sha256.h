@@ -52,10 +52,11 @@ inline constexpr std::array<std::uint32_t, 8> kSha256InitialState{
 // The digest of a whole message.
 Digest sha256(std::span<const std::uint8_t> message, Sha256Isa isa = Sha256Isa::kAuto);
 
-// The digests of messages that already carry their padding; a pair has one length.
+// The digest of a message that already carries its padding.
 Digest sha256_padded(const Sha256Code& code, const std::uint8_t* chunks, std::size_t num_chunks);
-std::pair<Digest, Digest> sha256_padded_pair(const Sha256Code& code, const std::uint8_t* first,
-                                             const std::uint8_t* second, std::size_t num_chunks);
+
+// The digest that a state stands for, once a message is compressed to its end.
+Digest sha256_digest(const std::array<std::uint32_t, 8>& state);
 
 // The length of a message of size bytes once padded: a multiple of 64.
 constexpr std::size_t sha256_padded_size(std::size_t size) { return (size + 9 + 63) / 64 * 64; }
