@@ -16,6 +16,12 @@ namespace {
 // What a call writes fills the caches from here on, and is stored past them.
 constexpr std::int64_t kMinStreamBytes = std::int64_t{1} << 24;
 
+// Of a table: kernels read vectors of entries, and those that straddle cache lines cost two reads.
+struct alignas(64) TableLine {
+  static constexpr std::int64_t kSize = 16;
+  float entries[kSize];
+};
+
 // What one layer's blocks need, but for their addresses.
 struct LayerPlan {
   const ReropeLayer* layer;
@@ -241,11 +247,12 @@ void rerope(const ReropeArgs& args) {
   }
   plan.stream = total_bytes >= kMinStreamBytes;
   const int num_threads = choose_num_threads(args.num_threads, num_items, total_bytes);
-  std::vector<float> tables(2 * plan.table_size * num_threads);
+  const std::int64_t table_lines = (plan.table_size + TableLine::kSize - 1) / TableLine::kSize;
+  std::vector<TableLine> tables(2 * table_lines * num_threads);
 
   parallel_ranges(num_threads, num_items, [&](int thread, std::int64_t begin, std::int64_t end) {
-    float* cos_table = tables.data() + 2 * plan.table_size * thread;
-    float* sin_table = cos_table + plan.table_size;
+    float* cos_table = reinterpret_cast<float*>(tables.data() + 2 * table_lines * thread);
+    float* sin_table = cos_table + table_lines * TableLine::kSize;
     std::int64_t first = 0;  // of the items of this group and run
     for (const LayerGroup& group : plan.groups) {
       const LayerPlan& any = plan.layers[group.begin];

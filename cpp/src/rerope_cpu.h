@@ -2,8 +2,8 @@
 //
 // The kernels' source files are compiled for instruction sets that this machine may lack, so they
 // must not instantiate anything the linker could share with baseline code: this header and
-// rerope_cpu_{float8*,kernel,packed,vector}.h hold plain structs and functions of internal linkage,
-// no standard library templates.
+// rerope_cpu_{float8*,kernel,packed,prefetch,stages,vector}.h hold plain structs and functions of
+// internal linkage, no standard library templates.
 #pragma once
 
 #include <cstdint>

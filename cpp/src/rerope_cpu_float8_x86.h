@@ -193,33 +193,43 @@ struct Float8Step {
   static constexpr int kVectors = 4;
   static constexpr ElementOrder kOrder = ElementOrder::kLanes;
 
-  static void load(const void* p, F32* x) {
+  // The first stage of loading: the two bytes of each number's bfloat16.
+  struct Halves {
     Bytes low, high;
-    decode<Format>(load_bytes(p), &low, &high);
-    const Bytes first = zip_bytes_low(low, high), second = zip_bytes_high(low, high);
+  };
+  static Halves take_apart(Bytes code) {
+    Halves halves;
+    decode<Format>(code, &halves.low, &halves.high);
+    return halves;
+  }
+
+  static void widen(const Halves& halves, F32* x) {
+    const Bytes first = zip_bytes_low(halves.low, halves.high);
+    const Bytes second = zip_bytes_high(halves.low, halves.high);
     x[0] = (F32)zip_words_low(Bytes{}, first);
     x[1] = (F32)zip_words_high(Bytes{}, first);
     x[2] = (F32)zip_words_low(Bytes{}, second);
     x[3] = (F32)zip_words_high(Bytes{}, second);
   }
 
+  static void load(const void* p, F32* x) { widen(take_apart(load_bytes(p)), x); }
+
   static constexpr size_t kStoreBytes = sizeof(Bytes);
   template <bool kStream>
   static void store(void* p, const F32* x) {
-    Bytes code = encode(x);
-    if (any_nan(x[0], x[1]) || any_nan(x[2], x[3])) code = mark_nan(code, x);
-    put<kStream>(p, code);
+    put<kStream>(p, encode(x));
   }
 
- private:
-  // What the exponents and the leading one of the sum of a number without any add to the code.
-  static constexpr int kAdded =
-      ((Format::kFloatBias + 1 + Format::kPlace) << Format::kMantissa) + Format::kFirstNormal / 2;
-
-  // To nearest even; what lies beyond the largest number, infinity included, becomes that. Not for
-  // NaN.
-  static Bytes encode(const F32* x) {
+  // To nearest even; what lies beyond the largest number, infinity included, becomes that. NaN
+  // becomes 0x7f, as CUDA's conversion has it.
 #if defined(__AVX512VBMI__)
+  static Bytes encode(const F32* x) { return pick(round(x)); }
+
+  // The first stage of storing: bytes of which each number's code and sign are two.
+  struct Rounded {
+    Bytes first, second;  // of 32 numbers each
+  };
+  static Rounded round(const F32* x) {
     // The code in a lane's byte 1, its sign in byte 3.
     constexpr int kOffset = (kAdded + 255) / 256 * 256 - kAdded;
     Bytes lanes[4];
@@ -227,27 +237,46 @@ struct Float8Step {
       constexpr int kLargerMagnitude = 3;  // with the sign of the first
       const auto at_least = (U32)_mm512_maskz_range_ps(
           0xffff, (__m512)x[v], (__m512)(U32{} + Format::kLeast), kLargerMagnitude);
-      lanes[v] = encode_lanes<Format, 256, kOffset>((F32)(at_least & 0xff800000), x[v]);
+      lanes[v] = encode_lanes<Format, kUnit, kOffset>((F32)(at_least & 0xff800000), x[v]);
     }
-    alignas(64) static constexpr struct Indices {
-      uint8_t pair[64], code[64], sign[64];
-      constexpr Indices() : pair{}, code{}, sign{} {
-        for (int i = 0; i < 64; ++i) {
-          pair[i] = static_cast<uint8_t>(4 * (i / 2) + 1 + i % 2 * 2);
-          const int vector = i % 16 / 4, lane = i / 16 * 4 + i % 4;
-          code[i] = static_cast<uint8_t>(32 * vector + 2 * lane);
-          sign[i] = static_cast<uint8_t>(code[i] + 1);
-        }
-      }
-    } kIndices;
     const Bytes pair = load_bytes(kIndices.pair);
-    const Bytes first = _mm512_permutex2var_epi8(lanes[0], pair, lanes[1]);
-    const Bytes second = _mm512_permutex2var_epi8(lanes[2], pair, lanes[3]);
-    const Bytes code = _mm512_permutex2var_epi8(first, load_bytes(kIndices.code), second);
-    const Bytes sign = _mm512_permutex2var_epi8(first, load_bytes(kIndices.sign), second);
-    return _mm512_ternarylogic_epi32(smaller_bytes(code, all_bytes(Format::kLargest)), sign,
-                                     all_bytes(0x80), 0xf8);  // a | (b & c)
+    return {_mm512_permutex2var_epi8(lanes[0], pair, lanes[1]),
+            _mm512_permutex2var_epi8(lanes[2], pair, lanes[3])};
+  }
+
+  static Bytes pick(const Rounded& rounded) {
+    const Bytes code =
+        _mm512_permutex2var_epi8(rounded.first, load_bytes(kIndices.code), rounded.second);
+    const Bytes sign =
+        _mm512_permutex2var_epi8(rounded.first, load_bytes(kIndices.sign), rounded.second);
+    const Bytes signed_code =
+        _mm512_ternarylogic_epi32(smaller_bytes(code, all_bytes(Format::kLargest)), sign,
+                                  all_bytes(0x80), 0xf8);  // a | (b & c)
+    return _mm512_mask_mov_epi8(signed_code, _mm512_cmpge_epu8_mask(code, all_bytes(kLeastNan)),
+                                all_bytes(0x7f));
+  }
+
+ private:
+  static constexpr int kUnit = 256;
+  // Of the quiet NaNs, whose lower half is 0: of those loaded, and of those that arithmetic makes.
+  // Numbers of twice the largest and less have smaller ones, infinity too.
+  static constexpr int kLeastNan = ((0x7fc0 * (kUnit >> (7 - Format::kMantissa))) >> 8) & 0xff;
+  static_assert(kLeastNan > Format::kLargest + 2 * Format::kFirstNormal);
+
+  struct Indices {
+    uint8_t pair[64], code[64], sign[64];
+    constexpr Indices() : pair{}, code{}, sign{} {
+      for (int i = 0; i < 64; ++i) {
+        pair[i] = static_cast<uint8_t>(4 * (i / 2) + 1 + i % 2 * 2);
+        const int vector = i % 16 / 4, lane = i / 16 * 4 + i % 4;
+        code[i] = static_cast<uint8_t>(32 * vector + 2 * lane);
+        sign[i] = static_cast<uint8_t>(code[i] + 1);
+      }
+    }
+  };
+  alignas(64) static constexpr Indices kIndices{};
 #else
+  static Bytes encode(const F32* x) {
     // The code plus one, times the least unit that leaves the sum's upper half whole.
     constexpr int kUnitBits = 7 - Format::kMantissa;
     constexpr int kOffset = 2 - kAdded;  // below 0: it borrows a unit of the exponent's
@@ -259,15 +288,16 @@ struct Float8Step {
     }
     const Bytes first = shift_words_right<kUnitBits>(pack_words(lanes[0], lanes[1]));
     const Bytes second = shift_words_right<kUnitBits>(pack_words(lanes[2], lanes[3]));
-    const Bytes code = subtract_bytes(
+    const Bytes magnitude = subtract_bytes(
         smaller_bytes(pack_unsigned(first, second), all_bytes(Format::kLargest + 1)), all_bytes(1));
     const Bytes sign =
         pack_signed(pack_words((Bytes)x[0], (Bytes)x[1]), pack_words((Bytes)x[2], (Bytes)x[3]));
-    return either(code, both(sign, all_bytes(0x80)));
-#endif
+    const Bytes code = either(magnitude, both(sign, all_bytes(0x80)));
+    // Never in a sound cache.
+    return any_nan(x[0], x[1]) || any_nan(x[2], x[3]) ? mark_nan(code, x) : code;
   }
 
-  // NaN becomes 0x7f, as CUDA's conversion has it. Never in a sound cache.
+ private:
   static Bytes mark_nan(Bytes code, const F32* x) {
     Bytes words[2];
     for (int i = 0; i < 2; ++i) {
@@ -278,6 +308,11 @@ struct Float8Step {
     const Bytes nan = all_bytes(0x7f);
     return differs(code, both(differs(code, nan), is_nan));
   }
+#endif
+
+  // What the exponents and the leading one of the sum of a number without any add to the code.
+  static constexpr int kAdded =
+      ((Format::kFloatBias + 1 + Format::kPlace) << Format::kMantissa) + Format::kFirstNormal / 2;
 };
 
 template <>

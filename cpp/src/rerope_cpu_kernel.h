@@ -5,42 +5,79 @@
 #include "rerope_cpu.h"
 #include "rerope_cpu_float8.h"
 #include "rerope_cpu_packed.h"
+#include "rerope_cpu_prefetch.h"
+#include "rerope_cpu_stages.h"
 #include "rerope_cpu_vector.h"
 
 namespace kvspan::cpu {
 namespace {
 
-template <typename T, bool kStream, bool kIsOneStep>
+// Cosines and sines of kCount vectors.
+template <int kCount>
+struct Angles {
+  F32 cosines[kCount], sines[kCount];
+
+  Angles(const float* cos_table, const float* sin_table) {
+    for (int v = 0; v < kCount; ++v) {
+      cosines[v] = load(cos_table + v * kWidth);
+      sines[v] = load(sin_table + v * kWidth);
+    }
+  }
+};
+
+// A step that holds fewer elements.
+template <typename T>
+struct PartOfStep {
+  T elements[kStepSize<T>];
+  size_t num_bytes;
+
+  PartOfStep(const T* src, int64_t count) : num_bytes(static_cast<size_t>(count) * sizeof(T)) {
+#if defined(__AVX512BW__)  // without a detour by way of memory
+    if constexpr (sizeof(elements) == 64) {
+      store_bits(elements, _mm512_maskz_loadu_epi8(~uint64_t{} >> (64 - num_bytes), src));
+      return;
+    }
+#endif
+    memset(elements, 0, sizeof(elements));
+    memcpy(elements, src, num_bytes);
+  }
+
+  void store(T* dst) const { memcpy(dst, elements, num_bytes); }
+};
+
+template <typename T, bool kStream>
+inline void rotate_step(const T* in_1, const T* in_2, T* out_1, T* out_2, const F32* cosines,
+                        const F32* sines) {
+  constexpr int kVectors = Step<T>::kVectors;
+  F32 x_1[kVectors], x_2[kVectors];
+  Step<T>::load(in_1, x_1);
+  Step<T>::load(in_2, x_2);
+  for (int v = 0; v < kVectors; ++v) {
+    const F32 a = x_1[v], b = x_2[v];
+    x_1[v] = a * cosines[v] - b * sines[v];
+    x_2[v] = b * cosines[v] + a * sines[v];
+  }
+  Step<T>::template store<kStream>(out_1, x_1);
+  Step<T>::template store<kStream>(out_2, x_2);
+}
+
+template <typename T, bool kStream>
 inline void rotate_neox(const T* src, T* dst, int64_t rotary_dim, const float* cos_table,
                         const float* sin_table) {
-  constexpr int kVectors = Step<T>::kVectors;
   constexpr int64_t kSize = kStepSize<T>;
-  const int64_t half = kIsOneStep ? kSize : rotary_dim / 2;
+  const int64_t half = rotary_dim / 2;
   int64_t i = 0;
-  const auto rotate = [&]<bool kStreams>(const T* in_1, const T* in_2, T* out_1, T* out_2) {
-    F32 x_1[kVectors], x_2[kVectors];
-    Step<T>::load(in_1, x_1);
-    Step<T>::load(in_2, x_2);
-    for (int v = 0; v < kVectors; ++v) {
-      const F32 c = load(cos_table + i + v * kWidth), s = load(sin_table + i + v * kWidth);
-      const F32 a = x_1[v], b = x_2[v];
-      x_1[v] = a * c - b * s;
-      x_2[v] = b * c + a * s;
-    }
-    Step<T>::template store<kStreams>(out_1, x_1);
-    Step<T>::template store<kStreams>(out_2, x_2);
-  };
   for (; i + kSize <= half; i += kSize) {
-    rotate.template operator()<kStream>(src + i, src + half + i, dst + i, dst + half + i);
+    const Angles<Step<T>::kVectors> at(cos_table + i, sin_table + i);
+    rotate_step<T, kStream>(src + i, src + half + i, dst + i, dst + half + i, at.cosines, at.sines);
   }
   if (i < half) {
-    const size_t rest_bytes = static_cast<size_t>(half - i) * sizeof(T);
-    T part_1[kSize] = {}, part_2[kSize] = {};
-    memcpy(part_1, src + i, rest_bytes);
-    memcpy(part_2, src + half + i, rest_bytes);
-    rotate.template operator()<false>(part_1, part_2, part_1, part_2);
-    memcpy(dst + i, part_1, rest_bytes);
-    memcpy(dst + half + i, part_2, rest_bytes);
+    const Angles<Step<T>::kVectors> at(cos_table + i, sin_table + i);
+    PartOfStep<T> part_1(src + i, half - i), part_2(src + half + i, half - i);
+    rotate_step<T, false>(part_1.elements, part_2.elements, part_1.elements, part_2.elements,
+                          at.cosines, at.sines);
+    part_1.store(dst + i);
+    part_2.store(dst + half + i);
   }
 }
 
@@ -73,22 +110,9 @@ inline void rotate_interleaved(const T* src, T* dst, int64_t rotary_dim, const f
     rotate.template operator()<kStream>(src + i, dst + i);
   }
   if (i < rotary_dim) {
-    const size_t rest_bytes = static_cast<size_t>(rotary_dim - i) * sizeof(T);
-    T part[kSize] = {};
-    memcpy(part, src + i, rest_bytes);
-    rotate.template operator()<false>(part, part);
-    memcpy(dst + i, part, rest_bytes);
-  }
-}
-
-// Fetches elements of another block. Blocks lie anywhere in memory, so the hardware prefetcher
-// starts anew in each, and conversions leave too few loads in flight to hide that.
-template <typename T>
-inline void prefetch(const void* block, int64_t first, int64_t count) {
-  constexpr int64_t kCacheLine = 64;
-  const char* at = reinterpret_cast<const char*>(static_cast<const T*>(block) + first);
-  for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(T)); byte += kCacheLine) {
-    __builtin_prefetch(at + byte);
+    PartOfStep<T> part(src + i, rotary_dim - i);
+    rotate.template operator()<false>(part.elements, part.elements);
+    part.store(dst + i);
   }
 }
 
@@ -102,41 +126,50 @@ inline bool is_aligned_for_streams(const RotateArgs& args) {
   return (reinterpret_cast<uintptr_t>(first) | offsets * sizeof(T)) % Step<T>::kStoreBytes == 0;
 }
 
-// kIsOneStep: NeoX's halves are a step each, so that nothing is set up again for each row.
-template <typename T, bool kIsNeox, bool kStream, bool kIsOneStep>
-void rotate_rows_as(const RotateArgs& by_reference) {
-  const RotateArgs args = by_reference;  // a copy, which stores through dst cannot alias
-  const bool in_place = args.src == args.dst;
+// Copies what of each row is not rotated.
+template <typename T>
+inline void copy_rest(const RotateArgs& args) {
   const int64_t rest = args.rotary_offset + args.rotary_dim;
-  const size_t head_bytes = in_place ? 0 : static_cast<size_t>(args.rotary_offset) * sizeof(T);
-  const size_t rest_bytes = in_place ? 0 : static_cast<size_t>(args.row_size - rest) * sizeof(T);
-  // In place, only what is rotated is touched.
-  const int64_t fetch_first = in_place ? args.rotary_offset : 0;
-  const int64_t fetch_count = in_place ? args.rotary_dim : args.row_size;
+  const size_t head_bytes = static_cast<size_t>(args.rotary_offset) * sizeof(T);
+  const size_t rest_bytes = static_cast<size_t>(args.row_size - rest) * sizeof(T);
+  if (args.src == args.dst || head_bytes + rest_bytes == 0) return;
   for (int64_t outer = 0; outer < args.num_outer; ++outer) {
     const T* src = static_cast<const T*>(args.src) + outer * args.src_outer_stride;
     T* dst = static_cast<T*>(args.dst) + outer * args.dst_outer_stride;
     for (int64_t inner = 0; inner < args.num_inner; ++inner) {
-      if (args.next_src) {
-        prefetch<T>(args.next_src,
-                    outer * args.src_outer_stride + inner * args.src_inner_stride + fetch_first,
-                    fetch_count);
-        if (!in_place && !kStream) {
-          prefetch<T>(args.next_dst,
-                      outer * args.dst_outer_stride + inner * args.dst_inner_stride + fetch_first,
-                      fetch_count);
-        }
-      }
       if (head_bytes) memcpy(dst, src, head_bytes);
-      const T* from = src + args.rotary_offset;
-      T* to = dst + args.rotary_offset;
-      if constexpr (kIsNeox) {
-        rotate_neox<T, kStream, kIsOneStep>(from, to, args.rotary_dim, args.cos_table,
-                                            args.sin_table);
+      if (rest_bytes) memcpy(dst + rest, src + rest, rest_bytes);
+      src += args.src_inner_stride;
+      dst += args.dst_inner_stride;
+    }
+  }
+}
+
+// kSteps: NeoX's halves are as many steps, whose angles stay in registers; 0 for any other rows.
+template <typename T, bool kIsNeox, bool kStream, int kSteps>
+void rotate_rows_as(const RotateArgs& by_reference) {
+  const RotateArgs args = by_reference;  // a copy, which stores through dst cannot alias
+  constexpr int kVectors = Step<T>::kVectors;
+  constexpr int64_t kSize = kStepSize<T>, kHalf = kSteps * kSize;
+  const Angles<(kSteps > 0 ? kSteps * kVectors : 1)> at(args.cos_table, args.sin_table);
+  for (int64_t outer = 0; outer < args.num_outer; ++outer) {
+    int64_t src = outer * args.src_outer_stride, dst = outer * args.dst_outer_stride;
+    for (int64_t inner = 0; inner < args.num_inner; ++inner) {
+      prefetch_next<T, kStream>(args, src, dst);
+      const T* from = static_cast<const T*>(args.src) + args.rotary_offset + src;
+      T* to = static_cast<T*>(args.dst) + args.rotary_offset + dst;
+      if constexpr (kSteps > 0) {
+        for (int i = 0; i < kSteps; ++i) {
+          const T* in = from + i * kSize;
+          T* out = to + i * kSize;
+          rotate_step<T, kStream>(in, in + kHalf, out, out + kHalf, at.cosines + i * kVectors,
+                                  at.sines + i * kVectors);
+        }
+      } else if constexpr (kIsNeox) {
+        rotate_neox<T, kStream>(from, to, args.rotary_dim, args.cos_table, args.sin_table);
       } else {
         rotate_interleaved<T, kStream>(from, to, args.rotary_dim, args.cos_table, args.sin_table);
       }
-      if (rest_bytes) memcpy(dst + rest, src + rest, rest_bytes);
       src += args.src_inner_stride;
       dst += args.dst_inner_stride;
     }
@@ -145,25 +178,50 @@ void rotate_rows_as(const RotateArgs& by_reference) {
 
 template <typename T, bool kIsNeox, bool kStream>
 inline void rotate_rows_with(const RotateArgs& args) {
-  if constexpr (kIsNeox && Step<T>::kOrder == ElementOrder::kLanes) {
-    if (args.rotary_dim == 2 * kStepSize<T>) {
-      rotate_rows_as<T, kIsNeox, kStream, true>(args);
-      return;
+#if defined(__AVX512VBMI__)
+  if constexpr (sizeof(T) == 1) {
+    if (args.rotary_dim % kUnitSize<T> == 0) {
+      return rotate_rows_in_stages<T, kIsNeox, kStream, false>(args);
+    }
+    const bool has_pairs = args.num_outer * args.num_inner % 2 == 0;
+    if (args.rotary_dim == kUnitSize<T> / 2 && has_pairs) {
+      return rotate_rows_in_stages<T, kIsNeox, kStream, true>(args);
     }
   }
-  rotate_rows_as<T, kIsNeox, kStream, false>(args);
+#endif
+  if constexpr (kIsNeox) {
+    // Four vectors of cosines, and as many of sines, leave registers for the rest.
+    constexpr int kMostSteps = 4 / Step<T>::kVectors;
+    constexpr int64_t kSize = 2 * kStepSize<T>;
+    const int64_t steps = args.rotary_dim % kSize == 0 ? args.rotary_dim / kSize : 0;
+    if (steps == 1) return rotate_rows_as<T, kIsNeox, kStream, 1>(args);
+    if constexpr (kMostSteps >= 2) {
+      if (steps == 2) return rotate_rows_as<T, kIsNeox, kStream, 2>(args);
+    }
+    if constexpr (kMostSteps >= 4) {
+      if (steps == 4) return rotate_rows_as<T, kIsNeox, kStream, 4>(args);
+    }
+  }
+  rotate_rows_as<T, kIsNeox, kStream, 0>(args);
 }
 
 template <typename T, bool kIsNeox>
 void rotate_rows(const RotateArgs& args) {
+  if (args.next_src) {
+    prefetch_pages<T>(args, args.next_src, args.src_outer_stride, args.src_inner_stride);
+    if (args.next_dst != args.next_src) {
+      prefetch_pages<T>(args, args.next_dst, args.dst_outer_stride, args.dst_inner_stride);
+    }
+  }
   if constexpr (can_stream<T>(Step<T>::kStoreBytes)) {
     if (is_aligned_for_streams<T, kIsNeox>(args)) {
       rotate_rows_with<T, kIsNeox, true>(args);
       end_stream();
-      return;
+      return copy_rest<T>(args);
     }
   }
   rotate_rows_with<T, kIsNeox, false>(args);
+  copy_rest<T>(args);
 }
 
 template <typename T, bool kIsNeox>

@@ -37,9 +37,9 @@ inline std::string name_of(const ReropeCase& c) {
 // start on and off vector bounds.
 inline std::vector<ReropeCase> rerope_cases() {
   std::vector<ReropeCase> cases;
-  constexpr std::tuple<int, int, int> kDims[] = {{128, 128, 0}, {128, 64, 0}, {256, 192, 0},
-                                                 {10, 6, 0},    {33, 30, 0},  {192, 64, 128},
-                                                 {40, 20, 7}};
+  constexpr std::tuple<int, int, int> kDims[] = {{128, 128, 0},  {256, 256, 0}, {128, 64, 0},
+                                                 {256, 192, 0},  {10, 6, 0},    {33, 30, 0},
+                                                 {192, 64, 128}, {40, 20, 7}};
   for (const VectorIsa isa : vector_isas()) {
     for (const DType dtype : {kFloat32, kBFloat16, kFloat16, kFloat8E4M3FN, kFloat8E5M2}) {
       for (const bool is_neox : {true, false}) {
