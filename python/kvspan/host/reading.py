@@ -100,6 +100,7 @@ class DiskReader:
                 while self._readings.get(key) is reading:
                     self._ended.wait()
             reading.begun = True
+        self._reserve(reading)
         return self._read(reading)
 
     def fetch(self, keys: Sequence[bytes], then: Callable[[Fetch], None] | None) -> Fetch:
@@ -195,6 +196,7 @@ class DiskReader:
                     return
                 reading = self._queue.popleft()
                 reading.begun = True
+                self._reserve(reading)  # so that who was first in the queue is first here, too
             entry = self._read(reading)
             if entry is not None:
                 self._memory.unpin(entry)
@@ -210,17 +212,19 @@ class DiskReader:
             _tell(fetch)
         return reading.entry if found and not reading.dropped else None
 
-    def _fill(self, reading: _Reading) -> bool:
+    def _reserve(self, reading: _Reading) -> None:
+        """Memory for what is read, if there is any."""
         assert self._disk is not None
         described = self._disk.describe(reading.key)
-        if described is None:
-            return False
-        with self._memory.lock:
-            if reading.dropped:
-                return False
-            reading.entry = self._memory.reserve(reading.key, *described)
+        if described is not None:
+            with self._memory.lock:
+                if not reading.dropped:
+                    reading.entry = self._memory.reserve(reading.key, *described)
+
+    def _fill(self, reading: _Reading) -> bool:
         if reading.entry is None:
             return False
+        assert self._disk is not None
         return self._disk.read(reading.key, self._memory.pieces(reading.entry))
 
     def _end(self, reading: _Reading, found: bool) -> list[Fetch]:

@@ -35,7 +35,7 @@ Tokens = np.ndarray
 Bytes = np.ndarray  # uint8
 
 _STATE_NAME = 73  # bytes: kind, parent, count, digest
-MOST_READ = 16  # beginnings of pages that are read from disk to see how far they match
+MOST_READ = 16  # of the latest beginnings of a page are read from disk, to see how far they match
 MOST_GROUPS = 64  # whose states can be kept apart
 
 
@@ -288,15 +288,12 @@ class PageStore:
     def _longest_child(self, parent: bytes, rest: Tokens) -> Found | None:
         place = (parent, int(rest[0]))
         best = None
-        on_disk = 0
-        for name in self._children.get(place, [])[::-1]:  # the latest first
+        for age, name in enumerate(self._children.get(place, [])[::-1]):  # the latest first
             if not self.tier.contains(name):
                 self._forget(self._children, place, name)
                 continue
-            if not self.tier.in_memory(name):
-                on_disk += 1
-                if on_disk > MOST_READ:
-                    continue
+            if age >= MOST_READ and not self.tier.in_memory(name):
+                continue
             view = self.view(name)
             if view is None:
                 continue

@@ -150,6 +150,10 @@ class Track:
                 if plan is not None:
                     plan.release()
                 names = [*(page.name for page in match.pages), *store.unread]
+                if self.policy.name in ("exact", "bounded"):
+                    # Where the match may end once those pages are there.
+                    state = store.nearest_state(match, self.root, tokens, len(tokens) - 1, keys)
+                    names += [state.name] if state is not None else []
                 fetch = store.tier.fetch(names)
                 if not fetch.done:
                     self.fetch = fetch
