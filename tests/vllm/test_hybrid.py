@@ -24,6 +24,7 @@ from hybrid_checks import (
     tokens,
 )
 from hybrid_served import HybridServed, difference, save_hybrid
+from vllm import SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -146,25 +147,52 @@ def test_restores_among_fresh_requests(
     check_mixed_batch(served, Watched(served, monkeypatch), lengths, 4)
 
 
-def test_nothing_approximate_is_hit(served: HybridServed) -> None:
-    """What follows an approximate restore is found by nobody, here or in vLLM's own cache."""
-    long = BASE[:777] + tokens(6, 900)
-    expected = split_at(served, 777, long[777:])
+@pytest.mark.parametrize("m", [777, 768])
+def test_nothing_approximate_is_hit(served: HybridServed, m: int) -> None:
+    """What follows an approximate restore is found by nobody, here or in vLLM's own cache; also
+    where the restore ends on a block, and the first step after it at another."""
+    long = BASE[:m] + tokens(6, 900)
+    expected = split_at(served, m, long[m:])
     served.ask([BASE + tokens(4, SUFFIX)], 1)
     before = names(served, b"FTS")
     (rough,) = served.ask([long], replay="ratio:0.02")
-    assert rough.cached == 777 and rough.replay["state_from"] == -1
+    assert rough.cached == m and rough.replay["state_from"] == -1
     assert names(served, b"FTS") == before
     (answer,) = served.ask([long])
-    assert answer.cached <= 777 and answer.replay["exact"]
+    assert answer.cached <= m and answer.replay["exact"]
     assert difference(answer, expected) < ROUNDING
     (again,) = served.ask([long], replay="ratio:0.02")
-    assert again.cached > 777, "the exact request is a source"
+    assert again.cached > m, "the exact request is a source"
+
+
+def test_nothing_approximate_is_hit_after_a_preemption(served: HybridServed) -> None:
+    """The request goes on from an earlier token than at first."""
+    served.ask([BASE], 1)
+    prompt = BASE[:1800] + tokens(7, SUFFIX)
+    engine, size = served.llm.llm_engine, served.side.settings.page
+    params = SamplingParams(
+        max_tokens=8, detokenize=False, ignore_eos=True,
+        extra_args={"kv_transfer_params": {"kvspan": {"replay": "ratio:0.02"}}},
+    )  # fmt: skip
+    engine.add_request("rough", {"prompt_token_ids": prompt}, params)
+    engine.step()
+    (rough,) = served.side.tracked.values()
+    assert rough.track.audit.matched == 1800
+    assert served.core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    keys = rough.track.keys(prompt)
+    for name in names(served, b"FTSG"):
+        if name[-32:] in keys[900 // size :] or name[1:33] in keys[900 // size - 1 :]:
+            served.side.store.tier.remove(name)
+    while engine.has_unfinished_requests():
+        engine.step()
+    served.settle()
+    assert rough.request.num_preemptions == 1
+    assert rough.track.audit.matched == 900 // size * size and not rough.track.audit.exact
+    (answer,) = served.ask([BASE[:1797] + tokens(8, SUFFIX)])
+    assert answer.cached <= 900
 
 
 def test_others_salts_are_not_hit(served: HybridServed) -> None:
-    from vllm import SamplingParams
-
     params = SamplingParams(max_tokens=1, detokenize=False)
     prompts = [{"prompt_token_ids": BASE[:600], "cache_salt": salt} for salt in ("a", "b", "a")]
     cached = [

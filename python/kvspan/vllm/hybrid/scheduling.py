@@ -21,7 +21,7 @@ from kvspan.errors import UsageError
 from kvspan.host import SharedMemory
 from kvspan.hybrid.groups import LayerMap
 from kvspan.ops import digest_fields
-from kvspan.vllm.hybrid.orders import Restore, Work
+from kvspan.vllm.hybrid.orders import Restore, Table, Work
 from kvspan.vllm.hybrid.plans import Plan, Settings
 from kvspan.vllm.hybrid.policy import parse_policy
 from kvspan.vllm.hybrid.refusing import Refusing
@@ -60,7 +60,6 @@ class Tracked:
     request: Request
     track: Track
     ordinary_hasher: Any
-    poisoned: bool = False
     waited: int = 0
     reads: int = 0
     read_until: float = 0.0
@@ -270,7 +269,7 @@ class Scheduling(Refusing):
         self.stats.add("replay_approximate_requests", not plan.exact)
         self.stats.add("replay_bytes", track.audit.bytes)
         if not plan.exact:
-            self._keep_apart(tracked, plan.length)
+            self._keep_apart(tracked, plan.length, table)
 
     def _bytes(self, plan: Plan) -> int:
         """What a restore reads: KV, hidden vectors and the state."""
@@ -287,13 +286,22 @@ class Scheduling(Refusing):
         kv = pages * geometry.kv_bytes * geometry.ranks
         return kv + rows * geometry.row_bytes + state
 
-    def _keep_apart(self, tracked: Tracked, length: int) -> None:
-        """Blocks computed after an approximate state get keys that no other request looks up."""
+    def _keep_apart(self, tracked: Tracked, length: int, table: Table) -> None:
+        """Blocks computed after an approximate state get keys that no other request looks up.
+
+        The block that ends right at the restore is among them: in mode "align" vLLM keeps its
+        recurrent state. Those of the coming step have their ordinary keys already and lose them.
+        Each time: a request that vLLM has preempted may go on from an earlier token.
+        """
+        assert self.manager is not None
         request, ordinary = tracked.request, tracked.ordinary_hasher
-        if ordinary is None or tracked.poisoned:
-            return
-        tracked.poisoned = True
         own = request.request_id
+        if ordinary is None:
+            return
+        named: set[int] = set()
+        for group, blocks in zip(self._caches.kv_cache_groups, table, strict=True):
+            named.update(blocks[(length - 1) // group.kv_cache_spec.block_size :])
+        self.manager.block_pool.evict_blocks(named)
 
         def hasher(r: Request) -> list[BlockHash]:
             return [
@@ -301,10 +309,7 @@ class Scheduling(Refusing):
                 for h in ordinary(r)
             ]
 
-        # The block that ends right at the restore is among them: in mode "align" vLLM keeps its
-        # recurrent state.
-        per_block = self._options.hash_block
-        del request.block_hashes[(length - 1) // per_block :]
+        del request.block_hashes[(length - 1) // self._options.hash_block :]
         request._block_hasher = hasher
         request.update_block_hashes()
 
