@@ -12,7 +12,7 @@ import torch
 
 from kvspan.host import CopyQueue
 from kvspan.vllm.hybrid.orders import Fill, Work
-from kvspan.vllm.hybrid.saving import Places, Saved, Saving, StagedSaving
+from kvspan.vllm.hybrid.saving import Places, Rows, Saved, Saving, StagedSaving
 from kvspan.vllm.hybrid.store import Geometry, cut
 
 SIZE, BLOCKS, PAGES = 8, 12, 10
@@ -49,6 +49,7 @@ class Pass:
             return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
 
         self.works = []
+        self.first_of: dict[str, int] = {}
         slots: list[int] = []
         free = rng.sample(range(PAGES), PAGES)
         for number in range(rng.randint(1, 4)):
@@ -64,9 +65,11 @@ class Pass:
             # Rows of requests without work stand between.
             slots += [1000 + len(slots)] * rng.randint(0, 2)
             slots += range(begin, begin + count)
-            self.works.append(Work(begin, fills, []))
+            self.first_of[str(number)] = len(slots) - count
+            self.works.append(Work(begin, fills, [], request=str(number)))
         rng.shuffle(self.works)
-        self.slots = torch.tensor(slots)
+        # What vLLM's runner tells: slots, or the order of its batch.
+        self.rows = rng.choice([Rows(torch.tensor(slots)), Rows(first_of=self.first_of)])
         self.streams = [noise(len(slots), 20).view(torch.bfloat16) for _ in range(3)]
         # Axes of a block in an order that is not the memory's.
         self.pools = [noise(BLOCKS, 3, SIZE, 8).view(torch.float32).transpose(1, 2) for _ in "kv"]
@@ -78,7 +81,7 @@ class Pass:
         self.spans = ((start + middle, 2 * STATE - middle), (start, middle))
 
     def save(self, saving: Saving, step: int, failed: bool = False) -> None:
-        saving.rows(self.streams, self.slots, self.works)
+        saving.rows(self.streams, self.rows, self.works)
         if self.copies:
             saving.blocks(self.pools, self.copies)
         saving.state(self.spans, self.state)

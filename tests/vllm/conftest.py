@@ -1,4 +1,7 @@
-"""Real vLLM on CPU with tiny models of random weights. Runs in an environment with vLLM."""
+"""Real vLLM on CPU with tiny models of random weights. Runs in an environment with vLLM.
+
+KVSPAN_VLLM_RUNNER=v2 runs tests under Model Runner V2, several times as slow.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,9 @@ if importlib.util.find_spec("torchvision") is None:
     sys.path.insert(0, stubs)
     # vLLM looks into a model's class in a process of its own.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [stubs, os.environ.get("PYTHONPATH")]))
+
+if os.environ.get("KVSPAN_VLLM_RUNNER") == "v2":
+    import runner_v2  # noqa: F401
 
 import pytest
 from served import BLOCK, Served, save_tiny

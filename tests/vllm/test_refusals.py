@@ -131,7 +131,6 @@ def test_spans_without_a_cache() -> None:
         ({}, [attention(), recurrent(), window()], "its KV cache has SlidingWindowSpec"),
         ({}, [attention(), recurrent(), attention()], "2 kinds of attention cache; expected 1"),
         ({"speculative_config": object()}, [attention(), recurrent()], "; leave --speculative-con"),
-        ({"use_v2_model_runner": True}, [attention(), recurrent()], "; set VLLM_USE_V2_MODEL_R"),
         ({"lora_config": object()}, [attention(), recurrent()], "LoRA adapters, .* --enable-lora"),
         ({"parallel_config.use_ubatching": True}, [attention(), recurrent()], "; leave --enable-d"),
         (

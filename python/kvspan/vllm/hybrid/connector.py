@@ -155,7 +155,7 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._side.request_finished(request, block_ids)
+        return self._side.request_finished(request, block_ids)
 
     def reset_cache(self) -> bool | None:
         return self._side.clear()
@@ -178,7 +178,7 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, ReplayMetadata)
         if self.working is not None:
-            self.working.before_pass(metadata)
+            self.working.before_pass(metadata, **kwargs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return  # restored before the pass
@@ -197,6 +197,10 @@ class HybridConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(metadata, ReplayMetadata)
         if self.working is not None:
             self.working.after_pass(metadata)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        released = self.working.take_released() if self.working is not None else None
+        return released or None, None
 
     def build_connector_worker_meta(self) -> StepDone | None:
         return None if self.working is None else self.working.take_done()

@@ -61,9 +61,9 @@ class Fill:
 class Work:
     """What one request leaves behind in one step.
 
-    slot: of its first token in the attention's cache. fills: of its tokens, one after the other.
-    copies: pages, and the device blocks whose KV they get. seen: where the state after it is, whose
-    norms the pages get; None where they keep what they have.
+    request: its name. slot: of its first token in the attention's cache. fills: of its tokens, one
+    after the other. copies: pages, and the device blocks whose KV they get. seen: where the state
+    after it is, whose norms the pages get; None where they keep what they have.
     """
 
     slot: int
@@ -71,3 +71,4 @@ class Work:
     copies: list[tuple[int, int]]
     state: StateCopy | None = None
     seen: tuple[int, Table] | None = None
+    request: str = ""

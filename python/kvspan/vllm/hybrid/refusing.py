@@ -68,10 +68,11 @@ class Refusing:
 
     def request_finished(
         self, request: Request, table: tuple[list[int], ...]
-    ) -> dict[str, Any] | None:
-        """vLLM frees the blocks in `table`. Returns what the answer's parameters say."""
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether vLLM is to hold the blocks in `table` until the workers say that they have been
+        read, and what the answer's parameters say."""
         audit = self.audits.pop(request.request_id, None)
-        return {KEY: audit.record()} if audit else None
+        return False, {KEY: audit.record()} if audit else None
 
     def take_stats(self) -> SpanStats | None:
         if self.stats.is_empty():

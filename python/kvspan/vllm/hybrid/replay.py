@@ -28,7 +28,7 @@ from kvspan.vllm.hybrid.orders import Restore, StateCopy, Table, Work
 from kvspan.vllm.hybrid.raw import in_memory_order
 from kvspan.vllm.hybrid.reads import Reads
 from kvspan.vllm.hybrid.running import GroupRunner
-from kvspan.vllm.hybrid.saving import Places, Saving, StagedSaving
+from kvspan.vllm.hybrid.saving import Places, Rows, Saving, StagedSaving
 from kvspan.vllm.hybrid.store import Bytes, Geometry
 
 if TYPE_CHECKING:
@@ -152,16 +152,15 @@ class Replayer:
     # Capture.
 
     @torch.inference_mode()
-    def keep(self, works: list[Work], slots: torch.Tensor | None) -> None:
-        """Write what a pass, or a request at its end, leaves. slots: of the pass's rows."""
+    def keep(self, works: list[Work], rows: Rows | None) -> None:
+        """Write what a pass, or a request at its end, leaves. rows: of the pass."""
         filling = [work for work in works if work.fills]
-        if filling and slots is not None:
+        if filling and rows is not None:
             if self._gates:
-                rows = {slot: row for row, slot in enumerate(slots.tolist())}
-                self._keep_gates([(rows[work.slot], work) for work in filling])
+                self._keep_gates(list(zip(rows.firsts(filling), filling, strict=True)))
             if self.rank == 0:
-                streams = [self.capture.rows(stream(i))[: len(slots)] for i in self.streams]
-                self.saving.rows(streams, slots, filling)
+                streams = [self.capture.rows(stream(i)) for i in self.streams]
+                self.saving.rows(streams, rows, filling)
         copies = [copy for work in works for copy in work.copies]
         if copies:
             self.saving.blocks(self._pools(), copies)

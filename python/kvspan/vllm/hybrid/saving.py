@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +38,33 @@ class Places:
     pieces: Callable[[Spans], list[Bytes]]
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Where the tokens of works are among the rows of a pass; those of one follow each other.
+
+    slots: [rows], of the tokens in the attention's cache, on the device. first_of: the first row of
+    each request, where vLLM tells the order of its batch; nothing is looked up on the device then.
+    """
+
+    slots: torch.Tensor | None = None
+    first_of: Mapping[str, int] | None = None
+
+    def firsts(self, works: Sequence[Work]) -> list[int]:
+        """Each work's first row."""
+        if self.first_of is not None:
+            return [self.first_of[work.request] for work in works]
+        assert self.slots is not None
+        row_of = {slot: row for row, slot in enumerate(self.slots.tolist())}
+        return [row_of[work.slot] for work in works]
+
+    def firsts_on(self, device: torch.device, works: Sequence[Work]) -> torch.Tensor:
+        """The same on the device, for which the host does not wait."""
+        if self.slots is None:
+            return torch.tensor(self.firsts(works)).to(device)
+        wanted = torch.tensor([work.slot for work in works], dtype=self.slots.dtype).to(device)
+        return (self.slots == wanted[:, None]).int().argmax(1)
+
+
 class Saved(NamedTuple):
     """All writes of the steps up to `step` have ended, those of `failed` not as they should."""
 
@@ -57,18 +84,15 @@ class Saving:
         self.places = places
         self._saved = Saved()
 
-    def rows(self, streams: Sequence[torch.Tensor], slots: torch.Tensor,
-             works: Sequence[Work]) -> None:  # fmt: skip
-        """Hidden vectors of a pass. streams: [rows, width] each. slots: of the rows."""
-        row_of = {slot: row for row, slot in enumerate(slots.tolist())}
-        held = [to_bytes(rows) for rows in streams]  # views; numpy copies single rows in no time
+    def rows(self, streams: Sequence[torch.Tensor], rows: Rows, works: Sequence[Work]) -> None:
+        """Hidden vectors of a pass. streams: [rows or more, width] each."""
+        held = [to_bytes(one) for one in streams]  # views; numpy copies single rows in no time
         places = self.places
-        for work in works:
-            row = row_of[work.slot]
+        for row, work in zip(rows.firsts(works), works, strict=True):
             for fill in work.fills:
                 kept = places.geometry.hidden(places.page(fill.page))
-                for into, rows in zip(kept, held, strict=True):
-                    into[fill.first : fill.first + fill.count] = rows[row : row + fill.count]
+                for into, one in zip(kept, held, strict=True):
+                    into[fill.first : fill.first + fill.count] = one[row : row + fill.count]
                 row += fill.count
 
     def blocks(self, pools: Sequence[torch.Tensor], copies: Sequence[tuple[int, int]]) -> None:
@@ -122,25 +146,22 @@ class StagedSaving(Saving):
         self._before: CopyJob | None = None  # which reads what is to be written over
         self._steps: deque[tuple[int, bool, list[CopyJob]]] = deque()
 
-    def rows(self, streams: Sequence[torch.Tensor], slots: torch.Tensor,
-             works: Sequence[Work]) -> None:  # fmt: skip
-        device = slots.device
+    def rows(self, streams: Sequence[torch.Tensor], rows: Rows, works: Sequence[Work]) -> None:
+        device = self._staging.device
         counts = torch.tensor([sum(fill.count for fill in work.fills) for work in works])
-        # A work's tokens are one after the other; where its first is, only the device knows.
-        firsts = torch.tensor([work.slot for work in works], dtype=slots.dtype).to(device)
-        found = (slots == firsts[:, None]).int().argmax(1)
+        firsts = rows.firsts_on(device, works)
         starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
         offsets = torch.arange(len(starts)) - starts
         which = torch.arange(len(works)).repeat_interleave(counts)
-        wanted = found[which.to(device)] + offsets.to(device)
+        wanted = firsts[which.to(device)] + offsets.to(device)
         places = self.places
-        for stream, rows in enumerate(streams):
+        for stream, held in enumerate(streams):
             into = [
                 places.geometry.hidden(places.page(fill.page))[stream][fill.first :][: fill.count]
                 for work in works
                 for fill in work.fills
             ]
-            self._put_rows(rows, wanted, into)
+            self._put_rows(held, wanted, into)
 
     def blocks(self, pools: Sequence[torch.Tensor], copies: Sequence[tuple[int, int]]) -> None:
         places = self.places

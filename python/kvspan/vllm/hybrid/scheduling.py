@@ -3,7 +3,8 @@
 It owns the host tier. For each step it sets aside the memory that the step's requests fill, tells
 the workers where it is, and publishes what is there once all workers have said that the step is
 over (`StepDone`). What a request that has finished leaves, its last page and its state, is copied
-by the next step before anything else, while its blocks, which vLLM has freed, still hold it.
+by the next step before anything else, while its blocks, which vLLM has freed, still hold it. Model
+Runner V2 puts new requests' data into blocks before it asks; there vLLM frees them after that step.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class Scheduling(Refusing):
         self._steps: deque[Step] = deque()
         self._number = 0
         self._busy = False
+        self._hold = options.hold_blocks
 
     def bind(self, manager: KVCacheManager) -> None:
         self.manager = manager
@@ -322,6 +324,8 @@ class Scheduling(Refusing):
         lasts, self._lasts = self._lasts, []
         for tracked, work, written in lasts:
             metadata.lasts.append(work)
+            if self._hold:
+                metadata.held.append(work.request)
             step.written.append((tracked, written))
         counts = scheduler_output.num_scheduled_tokens
         self._busy = bool(counts)
@@ -342,6 +346,7 @@ class Scheduling(Refusing):
                 self.manager.get_block_ids(request_id), self._group, request.num_prompt_tokens,
             )  # fmt: skip
             if ordered is not None:
+                ordered[0].request = request_id
                 metadata.works.append(ordered[0])
                 step.written.append((found, ordered[1]))
         return metadata
@@ -375,7 +380,7 @@ class Scheduling(Refusing):
 
     def request_finished(
         self, request: Request, table: tuple[list[int], ...]
-    ) -> dict[str, Any] | None:
+    ) -> tuple[bool, dict[str, Any] | None]:
         tracked = self.tracked.pop(request.request_id, None)
         if tracked is None:
             return super().request_finished(request, table)
@@ -391,9 +396,10 @@ class Scheduling(Refusing):
         if ordered is None:
             track.stop(self.store)
         else:
+            ordered[0].request = request.request_id
             self._lasts.append((tracked, *ordered))
             self._ending[tracked] = done
-        return {KEY: track.audit.record()}
+        return self._hold and ordered is not None, {KEY: track.audit.record()}
 
     def clear(self) -> bool | None:
         # Nor may be found later what was computed until now.

@@ -33,7 +33,8 @@ class Arena:
 class ReplayMetadata(KVConnectorMetadata):
     """One step, in this order: what finished requests leave, restores, the pass, what it leaves.
 
-    step: its number, rising; 0: the connector is off.
+    step: its number, rising; 0: the connector is off. held: finished requests among `lasts` whose
+    blocks vLLM frees once this step has read them.
     """
 
     step: int = 0
@@ -41,6 +42,7 @@ class ReplayMetadata(KVConnectorMetadata):
     lasts: list[Work] = field(default_factory=list)
     loads: list[Restore] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)
 
 
 @dataclass

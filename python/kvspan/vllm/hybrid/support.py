@@ -23,7 +23,6 @@ from kvspan.vllm.hybrid.policy import Policy, parse_policy
 from kvspan.vllm.hybrid.store import Bytes, Geometry, PageStore
 from kvspan.vllm.plugin import HYBRIDS_MODULE
 from kvspan.vllm.settings import WHERE, check_settings, keeps_decays
-from kvspan.vllm.support import other_runner
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,6 +41,7 @@ class Options:
 
     pair: of hidden vectors both parts are kept that vLLM's blocks hand on, vector and residual.
     exact_hidden: what is kept of them is all there is, so that a replay can be exact.
+    hold_blocks: vLLM's runner writes to blocks before it asks what is to be read of them.
     """
 
     policy: Policy
@@ -57,6 +57,7 @@ class Options:
     hash_block: int
     disk: str
     disk_bytes: int
+    hold_blocks: bool = False
 
 
 def options(vllm_config: VllmConfig) -> Options:
@@ -80,6 +81,7 @@ def options(vllm_config: VllmConfig) -> Options:
         getattr(cache, "hash_block_size", None) or cache.block_size,
         given["disk"],
         int(given["disk_gib"] * 2**30),
+        bool(getattr(vllm_config, "use_v2_model_runner", False)),
     )
 
 
@@ -202,8 +204,6 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     kind = getattr(model.hf_text_config, "model_type", "")
     if kind not in HYBRIDS:
         return f"model type {kind}; expected one of {', '.join(HYBRIDS)}"
-    if reason := other_runner(vllm_config):
-        return reason
     attention = []
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
@@ -12,10 +14,12 @@ from kvspan import _core
 from kvspan.host import map_shared
 from kvspan.host.pages import Bytes
 from kvspan.vllm.hybrid.replay import Replayer
+from kvspan.vllm.hybrid.saving import Rows
 from kvspan.vllm.hybrid.steps import Arena, ReplayMetadata, StepDone
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvspan.vllm.hybrid.store import Geometry
@@ -33,6 +37,8 @@ class Working:
         rank = get_tensor_model_parallel_rank()
         self.replayer = Replayer(config, caches, geometry, pair, rank)
         self._lock: _core.PageLock | None = None
+        self._first_of: dict[str, int] | None = None
+        self._released: set[str] = set()
 
     def before_step(self, metadata: ReplayMetadata) -> None:
         """Before anything else of a step: what finished requests left in blocks now free."""
@@ -41,6 +47,7 @@ class Working:
         if self.replayer.memory is None:
             self._attach(metadata.arena)
         self.replayer.keep(metadata.lasts, None)
+        self._released.update(metadata.held)
 
     def _attach(self, arena: Arena) -> None:
         memory = map_shared(arena.name, arena.nbytes) if arena.name else LOCAL[arena.engine]
@@ -54,7 +61,20 @@ class Working:
                     f"host_gib) cannot be page-locked: {error}"
                 ) from None
 
-    def before_pass(self, metadata: ReplayMetadata) -> None:
+    def before_pass(
+        self,
+        metadata: ReplayMetadata,
+        scheduler_output: SchedulerOutput | None = None,
+        request_ids: Sequence[str] = (),
+        **_others: Any,
+    ) -> None:
+        """request_ids: the batch, in order, if vLLM's runner tells it (V2; it may call this after
+        a pass for which nothing is restored)."""
+        self._first_of = None
+        if scheduler_output is not None:
+            counts = [scheduler_output.num_scheduled_tokens[name] for name in request_ids]
+            starts = accumulate(counts, initial=0)
+            self._first_of = dict(zip(request_ids, starts, strict=False))
         for restore in metadata.loads:
             self.replayer.restore(restore)
 
@@ -63,10 +83,20 @@ class Working:
             return
         failed = sys.exc_info()[0] is not None
         if not failed and metadata.works:
-            slots = get_forward_context().slot_mapping
-            assert isinstance(slots, dict)
-            self.replayer.keep(metadata.works, slots[self.replayer.attention_layer])
+            self.replayer.keep(metadata.works, self._rows())
         self.replayer.saving.end(metadata.step, failed)
+
+    def _rows(self) -> Rows:
+        if self._first_of is not None:
+            return Rows(first_of=self._first_of)
+        slots = get_forward_context().slot_mapping
+        assert isinstance(slots, dict)
+        return Rows(slots[self.replayer.attention_layer])
+
+    def take_released(self) -> set[str]:
+        """Finished requests whose blocks have been read."""
+        released, self._released = self._released, set()
+        return released
 
     def take_done(self) -> StepDone | None:
         saved = self.replayer.saving.saved()
