@@ -26,6 +26,7 @@ from hybrid_checks import (
 )
 from hybrid_served import HybridServed, difference, save_hybrid
 from safetensors.torch import load_file, save_file
+from vllm import SamplingParams
 
 
 def with_a_group_that_forgets(folder: Path) -> Path:
@@ -37,9 +38,6 @@ def with_a_group_that_forgets(folder: Path) -> Path:
         weights[name] = (step + torch.log(-torch.expm1(-step))).to(weights[name].dtype)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
-
-
-from vllm import SamplingParams
 
 
 @pytest.fixture(
