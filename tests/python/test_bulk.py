@@ -64,8 +64,8 @@ def test_results_come_in_the_order_of_the_queries(tmp_path) -> None:
     source = write_queries(tmp_path / "in.jsonl", 50)
     engine = FakeEngine(lambda request: request.prompt[-1].text)
     steps: list[tuple[int, int]] = []
-    summary = run_bulk(source, tmp_path / "out.jsonl", engine=engine, window=20,
-                       on_progress=lambda done, total: steps.append((done, total)))  # fmt: skip
+    options = {"window": 20, "on_progress": lambda *step: steps.append(step)}
+    summary = run_bulk(source, tmp_path / "out.jsonl", engine=engine, **options)
     results = read(tmp_path / "out.jsonl")
     assert [r["index"] for r in results] == list(range(50))
     assert [r["answers"] for r in results] == [[f"question {n}"] for n in range(50)]
@@ -208,8 +208,7 @@ def test_a_model_that_cannot_be_opened_is_tried_once(tmp_path) -> None:
     source.write_text("".join(to_json(g(model, "hello")) + "\n" for model in models))
     summary = run_bulk(source, out, open=opener)
     assert sorted(tried) == ["M", "bad"] and (summary.queries, summary.failed) == (5, 3)
-    found = ["answers" in record for record in read(out)]
-    assert found == [model == "M" for model in models]
+    assert ["answers" in record for record in read(out)] == [model == "M" for model in models]
     # All queries need this one: there is nothing to go on with, and no result to keep.
     before = out.read_bytes()
     for target in (out, tmp_path / "new.jsonl"):

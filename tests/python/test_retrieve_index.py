@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -203,6 +204,23 @@ def test_unreadable_files(town: Path, cache: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(UsageError, match=r"facts.jsonl: cannot read the file: Permission denied$"):
         open_index(town, cache=cache)
+
+
+def test_a_cache_that_may_not_be_read(
+    town: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("is_dir", "iterdir", "mkdir"):
+
+        def refuse(path: Path, *args: Any, real: Any = getattr(Path, name), **kwargs: Any) -> Any:
+            if cache in path.parents:
+                raise PermissionError(13, "Permission denied")
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(Path, name, refuse)
+    index = open_index(town, cache=cache)
+    assert index.state == "built" and index.folder is None
+    (note,) = index.notes
+    assert note.startswith("the index is not kept: ") and note.endswith("Permission denied")
 
 
 def test_progress_of_each_phase(town: Path, cache: Path) -> None:

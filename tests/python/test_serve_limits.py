@@ -176,8 +176,8 @@ def test_a_client_that_leaves_ends_its_query(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_running_requests_finish(tiny_folder: Path, number: int) -> None:
-    body = {**STREAM, "max_tokens": 1200, "seed": 1}
-    with ServerProcess(tiny_folder) as server:
+    body = {**STREAM, "max_tokens": 600, "seed": 1}
+    with ServerProcess(tiny_folder, "--drain-timeout", "300") as server:
         connection, response = server.stream(PATH, body)
         replies: list[Any] = []
         waiting = in_background(server, {**body, "stream": False}, replies)

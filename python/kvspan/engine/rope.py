@@ -127,6 +127,7 @@ def _run_probe(model: PreTrainedModel, num_layers: int) -> _Probe:
 
 
 def refused_rope(config: object) -> str:
+    """Why keys of a model cannot be repositioned, as far as its config says; "" if it does not."""
     if getattr(config, "alibi", False):
         return refusal({"rope_type": "alibi"})
     seq_lens = (1, getattr(config, "max_position_embeddings", None) or sys.maxsize)

@@ -47,7 +47,7 @@ class Corpora:
         on_note: called with what the user should know, one line each, every line once.
         progress: called with (phase, done, total) while an index is built.
 
-        Raises UsageError and KvspanError as ``open_index``, with the name of the corpus.
+        Raises UsageError and KvspanError as ``open_index``.
         """
         if search not in SEARCHES:
             raise UsageError("unknown search", expected=" or ".join(SEARCHES), found=repr(search))

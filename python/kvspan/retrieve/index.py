@@ -234,12 +234,18 @@ def _place(path: str | os.PathLike[str], settings: Settings, cache: Path | None)
 
 
 def _has_index(place: Path) -> bool:
-    return place.is_dir() and any(not one.name.startswith(_NEW) for one in place.iterdir())
+    try:
+        return any(not one.name.startswith(_NEW) for one in place.iterdir())
+    except OSError:
+        return False
 
 
 def _load(folder: Path, settings: Settings, notes: list[str], shown: str) -> Index | None:
     """The index in a folder; None if there is none, or a damaged one, which is put away."""
-    if not folder.is_dir():
+    try:
+        if not folder.is_dir():
+            return None
+    except OSError:  # not ours to look into: nothing will be kept there either, and that is noted
         return None
     try:
         meta = json.loads((folder / _META).read_bytes())
