@@ -209,14 +209,16 @@ def test_unreadable_files(town: Path, cache: Path, monkeypatch: pytest.MonkeyPat
 def test_a_cache_that_may_not_be_read(
     town: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("is_dir", "iterdir", "mkdir"):
-
-        def refuse(path: Path, *args: Any, real: Any = getattr(Path, name), **kwargs: Any) -> Any:
+    def refused(real: Any) -> Any:
+        def method(path: Path, *args: Any, **options: Any) -> Any:
             if cache in path.parents:
                 raise PermissionError(13, "Permission denied")
-            return real(path, *args, **kwargs)
+            return real(path, *args, **options)
 
-        monkeypatch.setattr(Path, name, refuse)
+        return method
+
+    for name in ("is_dir", "iterdir", "mkdir"):
+        monkeypatch.setattr(Path, name, refused(getattr(Path, name)))
     index = open_index(town, cache=cache)
     assert index.state == "built" and index.folder is None
     (note,) = index.notes
