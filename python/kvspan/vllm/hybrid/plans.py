@@ -184,8 +184,9 @@ def _plan_groups(
     near = {}
     for number in range(len(layers.groups)):
         part = store.nearest_state(
-            match, prompt.root, prompt.tokens, match.length, prompt.keys, number
-        )
+            match, prompt.root, prompt.tokens, match.length, prompt.keys, number,
+            0 if state is None else state.position,
+        )  # fmt: skip
         if part is not None:
             near[number] = part
     positions = {number: part.position for number, part in near.items()}

@@ -306,15 +306,16 @@ class PageStore:
 
     def nearest_state(
         self, match: Match, root: bytes, tokens: Tokens, at: int, keys: Sequence[bytes],
-        group: int | None = None,
+        group: int | None = None, after: int = 0,
     ) -> FoundState | None:  # fmt: skip
         """The last exact state at or before position `at` of the matched prefix.
 
-        group: of that group's layers alone, of what is kept apart from whole states.
+        group: of that group's layers alone, of what is kept apart from whole states. after: none
+        that ends in a page before this position is looked for.
         """
         size = self.geometry.size
         kept = self._states if group is None else self._parts
-        for index in range(at // size, -1, -1):
+        for index in range(at // size, after // size - 1, -1):
             parent = keys[index - 1] if index else root
             start = index * size
             # By the count in its name, the latest first.
