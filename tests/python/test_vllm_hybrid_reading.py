@@ -10,6 +10,7 @@ import pytest
 
 from kvspan.host import DiskLevel, HostTier
 from kvspan.vllm.hybrid import store as stores
+from kvspan.vllm.hybrid.entries import full_name
 from kvspan.vllm.hybrid.plans import Plan
 from kvspan.vllm.hybrid.policy import Policy
 from kvspan.vllm.hybrid.tracking import Track
@@ -72,7 +73,7 @@ def test_given_up(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = track_of(machine).keys(TOKENS)
     parents = [ROOT, *keys]
     for i in range(3):
-        name = machine.store._full(parents[i], TOKENS[i * SIZE], keys[i])
+        name = full_name(parents[i], TOKENS[i * SIZE], keys[i])
         with_page = view(name)
         assert with_page is not None
         with_page.release()

@@ -16,8 +16,9 @@ from kvspan.host.pages import Spans
 from kvspan.hybrid.groups import LayerMap
 from kvspan.hybrid.plan import GroupPlan, budget
 from kvspan.vllm.hybrid.decay import Bounds, plan_bounded
+from kvspan.vllm.hybrid.entries import FoundState, Match, state_name
 from kvspan.vllm.hybrid.policy import Policy
-from kvspan.vllm.hybrid.store import FoundState, Match, PageStore, page_of
+from kvspan.vllm.hybrid.store import PageStore, page_of
 
 
 @dataclass
@@ -124,7 +125,7 @@ def make_plan(
     if policy.name == "bounded":
         index = length // settings.page
         parent = prompt.keys[index - 1] if index else prompt.root
-        parting = store.state_name(parent, prompt.tokens[index * settings.page : length])
+        parting = state_name(parent, prompt.tokens[index * settings.page : length])
         bounds, found = _plan_groups(store, settings, policy, prompt, match, state, pages, parting)
         views = _hold(store, [part.name for part in found.values()])
         if views is None:

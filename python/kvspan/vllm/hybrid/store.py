@@ -19,24 +19,35 @@ it ended (`Partings`).
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from kvspan.host import HostTier, Reservation, View
+from kvspan.host import HostTier, View
 from kvspan.host.pages import Spans
 from kvspan.ops import digest_fields
 from kvspan.vllm.hybrid.decay import Cells
+from kvspan.vllm.hybrid.entries import (
+    MOST_GROUPS,
+    STATE_NAME,
+    Found,
+    FoundState,
+    Match,
+    OpenPage,
+    OpenState,
+    Partings,
+    Tokens,
+    full_name,
+    state_count,
+    state_name,
+    tail_name,
+)
 
-Tokens = np.ndarray
 Bytes = np.ndarray  # uint8
 
-_STATE_NAME = 73  # bytes: kind, parent, count, digest
 MOST_READ = 16  # of the latest beginnings of a page are read from disk, to see how far they match
-MOST_GROUPS = 64  # whose states can be kept apart
 
 
 @dataclass(frozen=True)
@@ -115,91 +126,6 @@ class Geometry:
         return page[self._gates_start :]
 
 
-@dataclass(eq=False)
-class OpenPage:
-    """A page that a request is filling, in place.
-
-    ordered: positions whose hidden vectors the steps sent so far will have written. filled, saved:
-    positions whose hidden vectors, and whose KV, are written. name: under which it was published
-    last, b"" for none. writers: steps under way that write to it. closed: nobody goes on in it.
-    """
-
-    memory: Reservation
-    ordered: int = 0
-    filled: int = 0
-    saved: int = 0
-    name: bytes = b""
-    writers: int = 0
-    closed: bool = False
-
-    @property
-    def at(self) -> int:
-        """Where it begins in the tier's memory."""
-        return self.memory.spans[0][0]
-
-
-@dataclass(eq=False)
-class OpenState:
-    """A state that a step writes, in place. cost: of computing it again, in FLOPs. era: of the
-    store. groups: those whose layers' states it is, in order; None: all."""
-
-    memory: Reservation
-    position: int
-    cost: float
-    era: int
-    groups: tuple[int, ...] | None = None
-
-
-class Found(NamedTuple):
-    """A stored page: its name, and how many of its tokens match."""
-
-    name: bytes
-    length: int
-
-
-class FoundState(NamedTuple):
-    """A stored state: its name and its position."""
-
-    name: bytes
-    position: int
-
-    @property
-    def groups(self) -> list[int]:
-        """Of an entry of some groups' states: whose, in order."""
-        which = int.from_bytes(self.name[_STATE_NAME:], "little")
-        return [group for group in range(which.bit_length()) if which >> group & 1]
-
-
-class Partings:
-    """Where approximate restores ended, by the name that an exact state there would have. The last
-    `most` of them, and only as long as the process."""
-
-    def __init__(self, most: int = 4096) -> None:
-        self._most = most
-        self._names: OrderedDict[bytes, None] = OrderedDict()
-
-    def __contains__(self, name: bytes) -> bool:
-        return name in self._names
-
-    def add(self, name: bytes) -> None:
-        self._names[name] = None
-        if len(self._names) > self._most:
-            self._names.popitem(last=False)
-
-    def discard(self, name: bytes) -> None:
-        self._names.pop(name, None)
-
-    def clear(self) -> None:
-        self._names.clear()
-
-
-class Match(NamedTuple):
-    """The longest cached prefix of a prompt: `length` tokens, covered by `pages`."""
-
-    length: int
-    pages: tuple[Found, ...]
-
-
 def common_prefix(a: Tokens, b: Tokens) -> int:
     """How many leading tokens two arrays share."""
     n = min(len(a), len(b))
@@ -271,7 +197,7 @@ class PageStore:
         pages: list[Found] = []
         parent = root
         for i, key in enumerate(keys[: limit // size]):
-            name = self._full(parent, int(tokens[i * size]), key)
+            name = full_name(parent, int(tokens[i * size]), key)
             if not self._has(name):
                 break
             pages.append(Found(name, size))
@@ -319,12 +245,12 @@ class PageStore:
             parent = keys[index - 1] if index else root
             start = index * size
             # By the count in its name, the latest first.
-            for name in sorted(kept.get(parent, ()), key=_state_count, reverse=True):
-                found = FoundState(name, start + _state_count(name))
+            for name in sorted(kept.get(parent, ()), key=state_count, reverse=True):
+                found = FoundState(name, start + state_count(name))
                 own = tokens[start : found.position]
                 if found.position > at or (group is not None and group not in found.groups):
                     continue
-                if name != self._state(parent, own, name[:1], name[_STATE_NAME:]):
+                if name != state_name(parent, own, name[:1], name[STATE_NAME:]):
                     continue
                 if self._has(name):
                     return found
@@ -360,7 +286,7 @@ class PageStore:
         A shorter beginning published before is not found any more.
         """
         first = int(tokens[0])
-        name = self._full(parent, first, key) if key else self._tail(parent, first, tokens)
+        name = full_name(parent, first, key) if key else tail_name(parent, first, tokens)
         if name == page.name:
             return
         held = self.geometry.tokens(page.memory.pages[0])
@@ -402,16 +328,16 @@ class PageStore:
             state.memory.abort()
             return
         if state.groups is None:
-            name, kept = self.state_name(parent, tokens), self._states
+            name, kept = state_name(parent, tokens, b"S"), self._states
         else:
             which = sum(1 << group for group in state.groups).to_bytes(MOST_GROUPS // 8, "little")
-            name, kept = self._state(parent, tokens, b"G", which), self._parts
+            name, kept = state_name(parent, tokens, b"G", which), self._parts
         if not self.tier.contains(name) and state.memory.publish(name, state.cost):
             self._remember(kept, parent, name)
         state.memory.commit()
         if state.groups is None:  # all that there is of it
             for part in self._parts.get(parent, [])[:]:
-                if part[1:_STATE_NAME] == name[1:]:
+                if part[1:STATE_NAME] == name[1:]:
                     self.tier.remove(part)
                     self._forget(self._parts, parent, part)
 
@@ -421,10 +347,6 @@ class PageStore:
         self.partings.clear()
         self.tier.clear()
         self._sweep()
-
-    def state_name(self, parent: bytes, tokens: Tokens) -> bytes:
-        """Under which a whole state is found."""
-        return self._state(parent, tokens, b"S")
 
     # The tree.
 
@@ -457,24 +379,6 @@ class PageStore:
                 self._states.setdefault(parent, []).append(name)
             elif kind == b"G":
                 self._parts.setdefault(parent, []).append(name)
-
-    @staticmethod
-    def _full(parent: bytes, first: int, key: bytes) -> bytes:
-        return b"F" + parent + first.to_bytes(8, "little") + key
-
-    @staticmethod
-    def _tail(parent: bytes, first: int, tokens: Tokens) -> bytes:
-        digest = digest_fields("kvspan/vllm/hybrid/tail", tokens.tobytes())
-        return b"T" + parent + first.to_bytes(8, "little") + digest
-
-    @staticmethod
-    def _state(parent: bytes, tokens: Tokens, kind: bytes, which: bytes = b"") -> bytes:
-        digest = digest_fields("kvspan/vllm/hybrid/state", tokens.tobytes())
-        return kind + parent + len(tokens).to_bytes(8, "little") + digest + which
-
-
-def _state_count(name: bytes) -> int:
-    return int.from_bytes(name[33:41], "little")
 
 
 def page_of(view: View) -> Bytes:

@@ -16,10 +16,11 @@ import numpy as np
 from kvspan.host import Fetch
 from kvspan.ops import BlockChain
 from kvspan.vllm.hybrid.decay import Bounds
+from kvspan.vllm.hybrid.entries import MOST_GROUPS, OpenPage, OpenState
 from kvspan.vllm.hybrid.orders import Fill, Restore, StateCopy, Table, Work
 from kvspan.vllm.hybrid.plans import Plan, Prompt, ReplayAudit, Settings, make_plan
 from kvspan.vllm.hybrid.policy import Policy
-from kvspan.vllm.hybrid.store import MOST_GROUPS, OpenPage, OpenState, PageStore
+from kvspan.vllm.hybrid.store import PageStore
 
 TRIES = 4
 WORTH_KEEPING = 64  # tokens: the state after a shorter replay is not kept
