@@ -26,16 +26,18 @@ def random_pieces(rng: random.Random, most: int) -> Pieces:
 
 
 class Watched:
-    """A queue that notes the priorities of what it is given."""
+    """A queue that notes what it is given: priorities, and what it is to wait for."""
 
     def __init__(self) -> None:
         self.queue = CopyQueue()
         self.given: list[int] = []
         self.jobs: list[CopyJob] = []
+        self.after: list[Any] = []
 
     def submit(self, src: Any, dst: Any, *, priority: int = 0, after: Any = 0) -> CopyJob:
         self.given.append(priority)
-        self.jobs.append(self.queue.submit(src, dst, priority=priority, after=after))
+        self.after.append(after)
+        self.jobs.append(self.queue.submit(src, dst, priority=priority))
         return self.jobs[-1]
 
 
@@ -91,6 +93,23 @@ def test_it_is_queued_before_kv(queue: Any) -> None:
         assert np.array_equal(loading.read(read).numpy(), read[0])
     assert queue.given[6:] == [AHEAD]
     loading.end()
+
+
+def test_places_that_were_used_in_the_same_step_wait_for_that(queue: Any) -> None:
+    """Others wait for what came before the step, so that they hold up nothing."""
+    loading = StagedLoading(torch.zeros(1024, dtype=torch.uint8))
+    reads = [pieces_at((i * 100, 256)) for i in range(6)]
+    for before in (7, 8):
+        loading.start(before)
+        for part in (reads[:2], reads[2:5]):
+            loading.begin(queue, part)
+            for pieces in part:
+                loading.read(pieces)
+            loading.end()
+        loading.begin(queue, reads[5:])
+        loading.end()
+    used = 0  # on a GPU the stream of what is enqueued by then
+    assert queue.after == [7, 7, 7, 7, used, used, 8, 8, 8, 8, used, used]
 
 
 def test_a_restore_that_ends_early(queue: Any) -> None:

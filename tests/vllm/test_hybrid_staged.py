@@ -163,6 +163,7 @@ def test_copies_that_are_cancelled_end_the_restore(
             monkeypatch.setattr(replayer, "queue", queue)
             with pytest.raises(RuntimeError, match="cancelled"):
                 replayer.restore(plans[0])
+                replayer.join()
             stats = queue.stats()
             assert (stats["bytes_queued"], stats["bytes_in_flight"]) == (0, 0)
 

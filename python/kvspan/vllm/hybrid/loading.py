@@ -14,6 +14,7 @@ import torch
 
 from kvspan.host import CopyJob, CopyQueue
 from kvspan.host.pages import Bytes
+from kvspan.ops import Stream
 from kvspan.vllm.fence import Fence
 
 AHEAD, AT_ONCE = -1, -2  # priorities in a queue whose other copies have 0
@@ -24,6 +25,9 @@ Pieces = list[Bytes]  # that belong together, one after the other
 
 class Loading:
     """Where the device is the CPU: read in place."""
+
+    def start(self, after: Stream) -> None:
+        """A step's restores follow. after: a stream with what may still use what others read."""
 
     def begin(self, queue: CopyQueue, reads: Iterable[Pieces]) -> None:
         """A restore will read these, in this order. queue: which copies its KV, submitted later."""
@@ -54,7 +58,8 @@ class StagedLoading(Loading):
     What a restore will read is queued first, as far as there is room, so that its replay starts
     while KV is still arriving; each read waits for its own copy alone, on the device. What has been
     used makes room for what comes later, which goes before the KV that is left. A read that nobody
-    has announced goes before everything.
+    has announced goes before everything. Copies to places that were used in the same step wait for
+    that use, and those behind them in the queue with them.
 
     staging: uint8, on the device: a ring. Two of the largest reads should fit.
     """
@@ -66,6 +71,12 @@ class StagedLoading(Loading):
         self._planned: deque[Pieces] = deque()
         self._queued: deque[_Staged] = deque()
         self._used: _Staged | None = None  # by the last call
+        self._after: Stream = 0
+        self._head = self._high = 0  # ends of the last place given, and of those of this step
+
+    def start(self, after: Stream) -> None:
+        self._after = after
+        self._head = self._high = 0
 
     def begin(self, queue: CopyQueue, reads: Iterable[Pieces]) -> None:
         self._queue = queue
@@ -83,7 +94,7 @@ class StagedLoading(Loading):
                 self._planned.popleft()  # larger than the ring
             nbytes = sum(map(len, pieces))
             place = torch.empty(nbytes, dtype=torch.uint8, device=self._staging.device)
-            found = self._submit(pieces, place, AT_ONCE)
+            found = self._submit(pieces, place, AT_ONCE, self._fence.behind())
         self._used = found
         if not found.job.wait_on_stream(self._fence.current()):
             raise RuntimeError("what a restore reads was cancelled")
@@ -103,27 +114,28 @@ class StagedLoading(Loading):
             start = self._room(nbytes)
             if start is None:
                 return
-            one = self._submit(self._planned.popleft(), self._staging[start:][:nbytes], AHEAD)
+            after = self._after if start >= self._high else self._fence.behind()
+            place = self._staging[start:][:nbytes]
+            one = self._submit(self._planned.popleft(), place, AHEAD, after)
             one.start, one.end = start, start + -(-nbytes // _ALIGN) * _ALIGN
+            self._head, self._high = one.end, max(self._high, one.end)
             self._queued.append(one)
 
     def _room(self, nbytes: int) -> int | None:
         """Where so many bytes are free behind the last read; None: nowhere yet."""
         live = [one for one in (self._used, *self._queued) if one is not None and one.end]
         size = len(self._staging)
-        if not live:
-            return 0 if nbytes <= size else None
-        head, tail = live[-1].end, live[0].start
-        if live[-1].start < tail:  # it has come round
-            return head if head + nbytes <= tail else None
-        if head + nbytes <= size:
-            return head
+        tail = live[0].start if live else size
+        if live and live[-1].start < tail:  # it has come round
+            return self._head if self._head + nbytes <= tail else None
+        if self._head + nbytes <= size:
+            return self._head
         return 0 if nbytes <= tail else None
 
-    def _submit(self, pieces: Pieces, place: torch.Tensor, priority: int) -> _Staged:
+    def _submit(self, pieces: Pieces, place: torch.Tensor, priority: int, after: Stream) -> _Staged:
+        """after: what the place held may still be in use on the device."""
         assert self._queue is not None, "not begun"
-        # What the place held may still be in use on the device.
-        job = self._queue.submit(pieces, [place], priority=priority, after=self._fence.behind())
+        job = self._queue.submit(pieces, [place], priority=priority, after=after)
         return _Staged(_key(pieces), place, job)
 
 

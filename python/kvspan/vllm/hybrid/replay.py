@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvspan.host import CopyJob, CopyQueue
 from kvspan.hybrid.groups import LINEAR, Group, layer_map
+from kvspan.ops import Stream
 from kvspan.vllm.fence import Fence
 from kvspan.vllm.hybrid.capture import captured, stream
 from kvspan.vllm.hybrid.decay import Bounds
@@ -45,7 +46,7 @@ class Timing:
     """Of restores since it was last taken: how many, and seconds."""
 
     restores: int = 0
-    copy_s: float = 0.0  # until it was seen to be done, after the replay at the soonest
+    copy_s: float = 0.0  # until it was seen to be done, after the step's replays
     replay_s: float = 0.0
     wait_s: float = 0.0
 
@@ -107,6 +108,8 @@ class Replayer:
         self.saving = self._make_saving()
         self.loading = self._make_loading()
         self._fence = Fence(self.device)
+        self._after: Stream | None = None  # what came before the restores of a step
+        self._copying: list[tuple[CopyJob, float]] = []  # their KV, and since when
 
     def _make_saving(self) -> Saving:
         places = Places(self.geometry, self.rank, self._page, self._reads.own)
@@ -218,25 +221,25 @@ class Replayer:
 
     @torch.inference_mode()
     def restore(self, plan: Restore) -> None:
-        """Bring a plan's KV and states into the request's blocks; both at once."""
+        """Bring a plan's states into the request's blocks, while its KV is copied to others: that
+        is there after `join`, which is called once for all restores of a step."""
         began = time.perf_counter()
+        if self._after is None:
+            self._after = self._fence.behind()
+            self.loading.start(self._after)
         self.loading.begin(self.queue, self._reads.of(plan))
-        copying = None
         try:
-            copying = self._copy_kv(plan)
-            self._restore_states(plan)
-            replayed = time.perf_counter()
-            if copying is not None and not copying.wait_on_stream(self._fence.current()):
-                raise RuntimeError("the copy of a restore's KV was cancelled")
-        except BaseException:
+            copying = self._copy_kv(plan, self._after)
             if copying is not None:
-                copying.cancel()  # its memory is not this restore's any more
+                self._copying.append((copying, began))
+            self._restore_states(plan)
+        except BaseException:
+            self._give_up()
             raise
         finally:
             self.loading.end()
-        if copying is not None:
-            self.saving.wait_for(copying)
-        ended = time.perf_counter()
+        self.timing.restores += 1
+        self.timing.replay_s += time.perf_counter() - began
         if plan.begun is not None:
             self._continue_page(plan, plan.begun)
         if plan.keep is not None:
@@ -245,12 +248,27 @@ class Replayer:
             layers = self.groups[number].layers
             states = self.states(plan.length, self._destination(plan), layers)
             self.saving.state(spans, states)
-        timing = self.timing
-        timing.restores += 1
-        if copying is not None:
-            timing.copy_s += ended - began
-        timing.replay_s += replayed - began
-        timing.wait_s += ended - replayed
+
+    def join(self) -> None:
+        """The pass may read the KV of all restores since the last call."""
+        replayed = time.perf_counter()
+        try:
+            for job, began in self._copying:
+                if not job.wait_on_stream(self._fence.current()):
+                    raise RuntimeError("the copy of a restore's KV was cancelled")
+                self.saving.wait_for(job)
+                self.timing.copy_s += time.perf_counter() - began
+        except BaseException:
+            self._give_up()
+            raise
+        self.timing.wait_s += time.perf_counter() - replayed
+        self._copying, self._after = [], None
+
+    def _give_up(self) -> None:
+        """The memory of what is copied is not these restores' any more."""
+        for job, _ in self._copying:
+            job.cancel()
+        self._copying, self._after = [], None
 
     def take_timing(self) -> Timing:
         taken, self.timing = self.timing, Timing()
@@ -286,8 +304,11 @@ class Replayer:
             table.append(blocks)
         return tuple(table)
 
-    def _copy_kv(self, plan: Restore) -> CopyJob | None:
-        """Begin to copy all KV that the device does not have, one submission for all layers."""
+    def _copy_kv(self, plan: Restore, after: Stream) -> CopyJob | None:
+        """Begin to copy all KV that the device does not have, one submission for all layers.
+
+        after: a stream with the work of those whose blocks they were.
+        """
         first = plan.local // self.geometry.size
         if first == len(plan.pages):
             return None
@@ -298,7 +319,7 @@ class Replayer:
         return self.queue.submit(
             [page[i][:size] for i in range(len(pools)) for page in pages],
             [(pool, blocks) for pool in pools],
-            after=self._fence.behind(),  # those whose blocks they were
+            after=after,
         )
 
     def _rows(self, plan: Restore, group: Group, start: int, end: int) -> torch.Tensor:

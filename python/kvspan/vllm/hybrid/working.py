@@ -77,6 +77,7 @@ class Working:
             self._first_of = dict(zip(request_ids, starts, strict=False))
         for restore in metadata.loads:
             self.replayer.restore(restore)
+        self.replayer.join()
 
     def after_pass(self, metadata: ReplayMetadata) -> None:
         if not metadata.step:
