@@ -207,12 +207,6 @@ inline void rotate_rows_with(const RotateArgs& args) {
 
 template <typename T, bool kIsNeox>
 void rotate_rows(const RotateArgs& args) {
-  if (args.next_src) {
-    prefetch_pages<T>(args, args.next_src, args.src_outer_stride, args.src_inner_stride);
-    if (args.next_dst != args.next_src) {
-      prefetch_pages<T>(args, args.next_dst, args.dst_outer_stride, args.dst_inner_stride);
-    }
-  }
   if constexpr (can_stream<T>(Step<T>::kStoreBytes)) {
     if (is_aligned_for_streams<T, kIsNeox>(args)) {
       rotate_rows_with<T, kIsNeox, true>(args);

@@ -21,23 +21,6 @@ template <typename T>
   }
 }
 
-// Asks for a line of each page of a block, all at once: a translation that misses holds up what
-// comes after it, and many that miss together take the time of one.
-template <typename T>
-[[gnu::always_inline]] inline void prefetch_pages(const RotateArgs& args, const void* block,
-                                                  int64_t outer_stride, int64_t inner_stride) {
-  constexpr int64_t kPage = 4096;  // the least there is
-  const int64_t row_bytes = inner_stride * int64_t{sizeof(T)};
-  const int64_t step = row_bytes > kPage ? row_bytes : kPage;
-  for (int64_t outer = 0; outer < args.num_outer; ++outer) {
-    const T* first = static_cast<const T*>(block) + outer * outer_stride;
-    const char* at = reinterpret_cast<const char*>(first);
-    for (int64_t byte = 0; byte < args.num_inner * row_bytes; byte += step) {
-      __builtin_prefetch(at + byte);
-    }
-  }
-}
-
 // Fetches the row of the block to come that lies src elements into it, and of its destination.
 template <typename T, bool kStream>
 [[gnu::always_inline]] inline void prefetch_next(const RotateArgs& args, int64_t src, int64_t dst) {
