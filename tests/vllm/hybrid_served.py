@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -157,6 +158,8 @@ class HybridServed:
             "max_logprobs": 64,
         }
         self.llm = LLM(str(folder), **{**settings, **options})
+        runner = os.environ.get("KVSPAN_VLLM_RUNNER", "v1")
+        assert self.llm.llm_engine.vllm_config.use_v2_model_runner == (runner == "v2")
         self.mode = mode
         self.core = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
         self.connector: Any = self.core.scheduler.connector

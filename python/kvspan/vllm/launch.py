@@ -24,7 +24,7 @@ Prints the environment variables and the flags that put kvspan into vLLM, as one
   eval "$(kvspan vllm-args MODEL) --port 8000"
 VLLM_PLUGINS lets the endpoint /v1/query/execute in. Once it is set, vLLM loads no plug-in that it
 does not name, so every other one that is installed here is named as well.
-VLLM_USE_V2_MODEL_RUNNER=0 chooses the model runner that kvspan works with, on GPUs too.
+VLLM_USE_V2_MODEL_RUNNER=0 chooses the model runner that spans work with, on GPUs too.
 
 Settings of the connector (kv_connector_extra_config), and their defaults,
 """
@@ -37,7 +37,7 @@ CONNECTOR = {
 }
 # Settings that have an option of their own.
 _OPTIONS = ("replay", "host_gib", "disk", "disk_gib", "parentheses")
-_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # see `kvspan.vllm.support.other_runner`
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # spans are off with V2; whether a model has any, vLLM knows
 # Groups of plug-ins that VLLM_PLUGINS filters; endpoints are left out unless they are named.
 _GROUPS = ("general", "io_processor", "platform", "stat_logger")
 

@@ -84,25 +84,15 @@ def no_rows(vllm_config: VllmConfig) -> str:
     return ""
 
 
-def other_runner(vllm_config: VllmConfig) -> str:
-    """Why kvspan is off with vLLM's model runner, or "".
-
-    V2, vLLM's choice on GPUs, looks at a step's connector data after it has zeroed blocks and moved
-    recurrent states, and hands back what the step wrote once the forward pass's context is gone.
-    """
-    if getattr(vllm_config, "use_v2_model_runner", False):
-        return "vLLM's Model Runner V2; set VLLM_USE_V2_MODEL_RUNNER=0"
-    return ""
-
-
 def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, no_rows: str) -> str:
     """Why spans are off for this configuration; "" when they are on."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     if name := missing_hook():
         return f"this vLLM has no {name}; tested with {', '.join(TESTED_VERSIONS)}"
-    if reason := other_runner(vllm_config):
-        return reason
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        # It has another way to positions, and no forward context where spans look for it.
+        return "vLLM's Model Runner V2; set VLLM_USE_V2_MODEL_RUNNER=0"
     model, cache, parallel = (
         vllm_config.model_config,
         vllm_config.cache_config,
