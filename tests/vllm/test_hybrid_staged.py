@@ -14,6 +14,7 @@ from hybrid_checks import (
     BASE,
     ROUNDING,
     Watched,
+    check_mixed_batch,
     check_split_prefill,
     drop_states,
     pinned,
@@ -52,6 +53,13 @@ def test_exact_is_a_split_prefill(
     served: HybridServed, m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_split_prefill(served, Watched(served, monkeypatch), m)
+
+
+def test_restores_among_fresh_requests(
+    served: HybridServed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several in one step: the ring is used by one after the other."""
+    check_mixed_batch(served, Watched(served, monkeypatch), (65, 180, 255), 1)
 
 
 @pytest.mark.parametrize("replay", ["exact", "ratio:0.1", "ratio:0.5", "bounded:1e-2"])
