@@ -42,7 +42,7 @@ class RoomTree {
 
  private:
   std::size_t num_leaves_;
-  std::vector<std::int64_t> room_;  // node i has the children 2i and 2i + 1
+  LargeVector<std::int64_t> room_;  // node i has the children 2i and 2i + 1
 };
 
 }  // namespace
@@ -53,7 +53,7 @@ BinPacking first_fit_decreasing(std::span<const std::int64_t> sizes, std::int64_
     KVSPAN_CHECK_ARG(sizes[i] >= 1 && sizes[i] <= capacity, "sizes[", i,
                      "]: expected 1 to capacity = ", capacity, ", got ", sizes[i]);
   }
-  std::vector<std::size_t> order(n);
+  LargeVector<std::size_t> order(n);
   std::iota(order.begin(), order.end(), std::size_t{0});
   if (!std::is_sorted(sizes.begin(), sizes.end(), std::greater<>())) {
     std::stable_sort(order.begin(), order.end(),

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "kvspan/large_vector.h"
 
@@ -36,6 +37,13 @@ class BlockIndex {
     return slot.entry;
   }
 
+  // Fetches the block's entry, of a table at least. Any block id will do. To be called some
+  // look-ups ahead: where what is read is then written, or decides a branch, blocks that come in no
+  // order otherwise wait for memory one by one.
+  void prefetch(std::int64_t block) const {
+    if (static_cast<std::uint64_t>(block) < table_.size()) __builtin_prefetch(&table_[block], 1);
+  }
+
   // The block's entry, or one that says none. Any block id will do.
   Entry find(std::int64_t block) const {
     if (!table_.empty()) {
@@ -62,6 +70,36 @@ class BlockIndex {
 
   LargeVector<Entry> table_;
   LargeVector<Slot> slots_;
+};
+
+// A set of block ids: a bit each where ids are small, else the keys of a BlockIndex.
+class BlockSet {
+ public:
+  // For up to num_entries different blocks, none above max_block.
+  BlockSet(std::size_t num_entries, std::int64_t max_block)
+      : has_bits_(static_cast<std::uint64_t>(max_block) / 64 <= 4 * num_entries),
+        sparse_(has_bits_ ? 0 : num_entries, max_block) {
+    if (has_bits_) bits_.assign(max_block / 64 + 1, 0);
+  }
+
+  // Whether the block was not in it yet.
+  bool insert(std::int64_t block) {
+    if (!has_bits_) return std::exchange(sparse_[block].writer, 0) < 0;
+    const std::uint64_t bit = std::uint64_t{1} << (block % 64);
+    return (std::exchange(bits_[block / 64], bits_[block / 64] | bit) & bit) == 0;
+  }
+
+  // Any block id will do.
+  bool contains(std::int64_t block) const {
+    if (!has_bits_) return sparse_.find(block).writer >= 0;
+    const std::uint64_t word = static_cast<std::uint64_t>(block) / 64;
+    return word < bits_.size() && (bits_[word] >> (block % 64) & 1) != 0;
+  }
+
+ private:
+  bool has_bits_;
+  LargeVector<std::uint64_t> bits_;
+  BlockIndex sparse_;
 };
 
 }  // namespace kvspan

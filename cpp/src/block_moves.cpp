@@ -12,6 +12,7 @@ namespace {
 
 using Int64Span = std::span<const std::int64_t>;
 
+constexpr std::size_t kFetchAhead = 32;                        // moves
 constexpr std::size_t kMaxMoves = (std::size_t{1} << 30) - 1;  // steps have 32-bit numbers
 
 std::int64_t largest(Int64Span blocks, std::int64_t at_least) {
@@ -68,6 +69,10 @@ class Planner {
     return plan_.destinations[i] == args_.src_blocks[i] && args_.deltas[i] == 0;
   }
 
+  void fetch_ahead(Int64Span blocks, std::size_t i) const {
+    if (i + kFetchAhead < num_moves_) index_.prefetch(blocks[i + kFetchAhead]);
+  }
+
   // ref_counts and generations bound the block ids where they are given.
   void check_block(std::int64_t block, const char* name, std::size_t i) const {
     if (static_cast<std::uint64_t>(block) < num_blocks_) return;
@@ -83,6 +88,7 @@ class Planner {
   void index_destinations() {
     for (std::size_t i = 0; i < num_moves_; ++i) {
       check_block(args_.src_blocks[i], "src_blocks", i);
+      fetch_ahead(args_.dst_blocks, i);
       if (args_.dst_blocks[i] == kChooseBlock) continue;
       check_block(args_.dst_blocks[i], "dst_blocks", i);
       add_writer(index_, args_.dst_blocks, i);
@@ -101,14 +107,14 @@ class Planner {
   // Free and scratch blocks: distinct, unreferenced, and no move's source or destination.
   void check_spare_blocks() const {
     if (args_.free_blocks.empty() && args_.scratch_blocks.empty()) return;
-    BlockIndex spare(args_.free_blocks.size() + args_.scratch_blocks.size(),
-                     largest(args_.free_blocks, largest(args_.scratch_blocks, 0)));
+    BlockSet spare(args_.free_blocks.size() + args_.scratch_blocks.size(),
+                   largest(args_.free_blocks, largest(args_.scratch_blocks, 0)));
     for (const auto& [blocks, name] : {std::pair{args_.free_blocks, "free_blocks"},
                                        std::pair{args_.scratch_blocks, "scratch_blocks"}}) {
       for (std::size_t i = 0; i < blocks.size(); ++i) {
         const std::int64_t block = blocks[i];
         check_block(block, name, i);
-        KVSPAN_CHECK_ARG(std::exchange(spare[block].writer, 0) < 0, name, "[", i,
+        KVSPAN_CHECK_ARG(spare.insert(block), name, "[", i,
                          "]: expected a block that is not free or scratch already, got block ",
                          block);
         KVSPAN_CHECK_ARG(index_.find(block).writer < 0, name, "[", i, "]: block ", block,
@@ -119,7 +125,7 @@ class Planner {
       }
     }
     for (std::size_t i = 0; i < num_moves_; ++i) {
-      KVSPAN_CHECK_ARG(spare.find(args_.src_blocks[i]).writer < 0, "src_blocks[", i, "]: block ",
+      KVSPAN_CHECK_ARG(!spare.contains(args_.src_blocks[i]), "src_blocks[", i, "]: block ",
                        args_.src_blocks[i], " is also a free or scratch block");
     }
   }
@@ -142,6 +148,7 @@ class Planner {
     std::size_t num_chosen = 0;
     std::size_t num_wanted = 0;
     for (std::size_t i = 0; i < num_moves_; ++i) {
+      fetch_ahead(args_.src_blocks, i);
       if (plan_.destinations[i] != kChooseBlock || take_source(i)) continue;
       if (++num_wanted > args_.free_blocks.size()) continue;
       plan_.destinations[i] = args_.free_blocks[num_chosen++];
@@ -174,6 +181,7 @@ class Planner {
     Int32Vector successor(num_moves_, kNoMove);
     kinds_.assign(num_moves_, StepKind::kCopy);
     for (std::size_t i = 0; i < num_moves_; ++i) {
+      fetch_ahead(args_.src_blocks, i);
       const auto move = static_cast<std::int32_t>(i);
       const bool in_place = plan_.destinations[i] == args_.src_blocks[i];
       BlockIndex::Entry& entry = index_[args_.src_blocks[i]];

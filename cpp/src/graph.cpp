@@ -103,6 +103,7 @@ class Peeler {
 
   PeeledGraph run() {
     const std::int32_t num_on_cycles = peel();
+    has_trees_ = num_on_cycles < num_nodes_;
     if (num_on_cycles > 0) {
       walk_cycles(num_on_cycles);
       join_pieces();
@@ -234,7 +235,7 @@ class Peeler {
   void append_cycle_nodes(std::int32_t begin, std::int32_t end) {
     for (std::int32_t k = begin; k < end; ++k) {
       out_.nodes[position_] = walked_[k];
-      nodes_[walked_[k]].successor_or_position = position_;
+      if (has_trees_) nodes_[walked_[k]].successor_or_position = position_;
       out_.successor[position_] = position_ + 1;
       ++position_;
     }
@@ -257,6 +258,7 @@ class Peeler {
   }
 
   const std::int32_t num_nodes_;
+  bool has_trees_ = false;  // nodes on no cycle, which look up where those on cycles stand
   LargeVector<Node> nodes_;
   LargeVector<std::int32_t> walked_;
   std::int32_t walked_used_ = 0;

@@ -156,7 +156,7 @@ class Scheduler {
 
   // Components with saved blocks, grouped; deep ones first, so that those which share a bin are
   // alike and give their blocks back at about the same time.
-  std::vector<SlotGroup> group_saved_blocks() {
+  LargeVector<SlotGroup> group_saved_blocks() {
     by_component_.resize(num_saved());
     for (std::int32_t s = 0; s < num_saved(); ++s) by_component_[s] = s;
     const auto component = [&](std::int32_t s) {
@@ -167,7 +167,8 @@ class Scheduler {
       std::stable_sort(by_component_.begin(), by_component_.end(),
                        [&](std::int32_t a, std::int32_t b) { return component(a) < component(b); });
     }
-    std::vector<SlotGroup> groups;
+    LargeVector<SlotGroup> groups;
+    groups.reserve(num_saved());
     for (std::int32_t k = 0; k < num_saved(); ++k) {
       const std::int32_t s = by_component_[k];
       if (k == 0 || component(s) != component(by_component_[k - 1])) groups.push_back({k, 0, 0});
@@ -185,11 +186,11 @@ class Scheduler {
 
   void assign_slots() {
     if (out_.saved.empty()) return;
-    std::vector<SlotGroup> on_device = group_saved_blocks();
+    LargeVector<SlotGroup> on_device = group_saved_blocks();
     const auto too_large = std::stable_partition(
         on_device.begin(), on_device.end(),
         [&](const SlotGroup& group) { return group.size <= limits_.num_scratch; });
-    const std::vector<SlotGroup> on_host(too_large, on_device.end());
+    const LargeVector<SlotGroup> on_host(too_large, on_device.end());
     on_device.erase(too_large, on_device.end());
     for (const SlotGroup& group : on_host) {
       if (group.size > limits_.num_host) refuse(group);
@@ -212,7 +213,7 @@ class Scheduler {
   // read it in the round before have run. Rounds follow each other slot by slot, not as a whole;
   // since a group only ever waits for earlier rounds, none waits for ever. Returns the slots used.
   std::int64_t pack(std::span<const SlotGroup> groups, std::int64_t capacity, bool on_host) {
-    std::vector<std::int64_t> sizes;
+    LargeVector<std::int64_t> sizes;
     sizes.reserve(groups.size());
     std::int64_t total = 0;
     for (const SlotGroup& group : groups) {
@@ -223,14 +224,14 @@ class Scheduler {
     capacity = std::min(capacity, total);
     const BinPacking rounds = first_fit_decreasing(sizes, capacity);
 
-    std::vector<std::int64_t> offsets(rounds.num_bins + 1, 0);
+    LargeVector<std::int64_t> offsets(rounds.num_bins + 1, 0);
     for (const std::int64_t round : rounds.bin_of) ++offsets[round + 1];
     for (std::int64_t r = 0; r < rounds.num_bins; ++r) offsets[r + 1] += offsets[r];
-    std::vector<std::size_t> by_round(groups.size());
+    LargeVector<std::size_t> by_round(groups.size());
     for (std::size_t g = 0; g < groups.size(); ++g) by_round[offsets[rounds.bin_of[g]]++] = g;
 
     std::int32_t num_used = 0;
-    std::vector<std::int32_t> last_on_slot(capacity, -1);
+    Int32Vector last_on_slot(capacity, -1);
     for (const std::size_t g : by_round) {
       for (std::int32_t k = 0; k < groups[g].size; ++k) {
         const std::int32_t s = by_component_[groups[g].first + k];

@@ -12,7 +12,7 @@
 namespace kvspan {
 namespace {
 
-using Sizes = std::vector<std::int64_t>;
+using Sizes = LargeVector<std::int64_t>;
 
 // Every item in one bin, at an offset of its own; no bin too full, none empty.
 void expect_valid(const Sizes& sizes, std::int64_t capacity, const BinPacking& packing) {

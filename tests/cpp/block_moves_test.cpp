@@ -236,6 +236,14 @@ TEST(BlockMovesTest, Errors) {
   expect_error(
       "scratch_blocks[1]: expected a block that is not free or scratch already, got block 8", {0},
       {1}, {0}, {8, 8});
+  // The same where block ids are too large for a bit each.
+  const std::int64_t far = std::int64_t{1} << 40;
+  expect_error(
+      "scratch_blocks[1]: expected a block that is not free or scratch already, got block "
+      "1099511627776",
+      {0}, {1}, {0}, {far, far});
+  expect_error("src_blocks[0]: block 1099511627776 is also a free or scratch block", {far}, {1},
+               {0}, {far});
 }
 
 }  // namespace

@@ -8,13 +8,14 @@
 
 #include <cstdint>
 #include <span>
-#include <vector>
+
+#include "kvspan/large_vector.h"
 
 namespace kvspan {
 
 struct BinPacking {
-  std::vector<std::int64_t> bin_of;     // [num_items]
-  std::vector<std::int64_t> offset_of;  // [num_items], the room in its bin taken by items before it
+  LargeVector<std::int64_t> bin_of;     // [num_items]
+  LargeVector<std::int64_t> offset_of;  // [num_items], the room in its bin taken by items before it
   std::int64_t num_bins = 0;            // every bin holds an item
 };
 
