@@ -11,7 +11,10 @@ from kvspan.interrupts import held_interrupts
 
 @contextlib.contextmanager
 def importing(extra: str) -> Iterator[None]:
-    """For imports of what ``extra`` installs: whole or not at all, and a KvspanError if missing."""
+    """For imports of what ``extra`` installs: whole or not at all.
+
+    Raises KvspanError for what is missing, or is there and broken.
+    """
     try:
         with held_interrupts():
             yield
@@ -21,6 +24,10 @@ def importing(extra: str) -> Iterator[None]:
         raise KvspanError(
             f"{error.name} is not installed (pip install 'kvspan[{extra}]')"
         ) from error
+    except ImportError as error:  # versions that do not go together, a shared library that is gone
+        if (error.name or "").startswith("kvspan"):
+            raise
+        raise KvspanError(f"what kvspan[{extra}] installs cannot be imported: {error}") from error
 
 
 def engine_extra(model: str) -> str:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -105,15 +106,16 @@ def shell(words: str, **options) -> subprocess.CompletedProcess[str]:
         ["sh", "-c", f'exec "$0" -m kvspan {words}', sys.executable],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         **options,
     )
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", ["-h", "--version", "explain -h", "schema", "explain -"])
-def test_output_that_cannot_be_written(words: str, unbuffered: str) -> None:
-    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+def test_output_that_cannot_be_written(words: str, unbuffered: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError")  # which takes seconds
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": str(tmp_path)}
     done = shell(f"{words} >/dev/full", input=json.dumps(QUERY), env=env)
     assert done.returncode == 1
     assert done.stderr == "kvspan: error: cannot write the output: No space left on device\n"

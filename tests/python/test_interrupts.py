@@ -14,6 +14,7 @@ import pytest
 
 import kvspan
 from kvspan import KvspanError, cli
+from kvspan.extras import importing
 from kvspan.interrupts import held_interrupts
 
 # Sends SIGINT when the module of this name is about to be imported.
@@ -135,3 +136,14 @@ def test_the_demo_without_torch_names_the_extra(without_torch, capsys) -> None:
     assert cli.main(["demo"]) == 1
     message = "kvspan: error: torch is not installed (pip install 'kvspan[demo]')\n"
     assert capsys.readouterr() == ("", message)
+
+
+def test_what_is_installed_and_broken_is_one_line() -> None:
+    with pytest.raises(KvspanError) as caught, importing("local"):
+        raise ImportError("libtorch.so: cannot open shared object file", name="torch._C")
+    message = (
+        "what kvspan[local] installs cannot be imported: libtorch.so: cannot open shared object"
+    )
+    assert str(caught.value) == f"{message} file"
+    with pytest.raises(ImportError, match="cannot import name"), importing("local"):
+        from kvspan import not_there  # noqa: F401  a bug of ours is none of the user's business
