@@ -137,7 +137,6 @@ class Engine:
             core = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
             core.scheduler.connector.reset_cache()
 
-
     def hits(self, seed: int) -> list[dict[str, int]]:
         self.generator.manual_seed(seed)
         rows = []
