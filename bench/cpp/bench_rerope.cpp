@@ -44,8 +44,8 @@ struct Aligned {
 
 // Pools of all layers. Bytes are small numbers of any type: 0x24 is neither large nor subnormal.
 struct Pools {
-  explicit Pools(DType dtype) {
-    const std::int64_t block_bytes = kBlockSize * kNumKvHeads * kHeadDim * dtype.size_bytes();
+  explicit Pools(DType dtype, std::int64_t head_dim = kHeadDim) {
+    const std::int64_t block_bytes = kBlockSize * kNumKvHeads * head_dim * dtype.size_bytes();
     num_blocks = kPoolBytes / block_bytes;
     for (int layer = 0; layer < kNumLayers; ++layer) {
       memory.emplace_back(static_cast<std::size_t>(kPoolBytes));
@@ -53,8 +53,8 @@ struct Pools {
       view.data = memory.back().bytes.get();
       view.dtype = dtype;
       view.ndim = 4;
-      view.shape = {num_blocks, kBlockSize, kNumKvHeads, kHeadDim};
-      view.strides = {kBlockSize * kNumKvHeads * kHeadDim, kNumKvHeads * kHeadDim, kHeadDim, 1};
+      view.shape = {num_blocks, kBlockSize, kNumKvHeads, head_dim};
+      view.strides = {kBlockSize * kNumKvHeads * head_dim, kNumKvHeads * head_dim, head_dim, 1};
       views.push_back(view);
     }
   }
@@ -113,16 +113,19 @@ struct Case {
   bool in_place;
   VectorIsa isa;
   int num_threads;
+  std::int64_t head_dim = kHeadDim;
 };
 
 void run_rerope(benchmark::State& state, Case c) {
-  Pools src(c.dtype), other(c.dtype);
+  Pools src(c.dtype, c.head_dim), other(c.dtype, c.head_dim);
   Pools& dst = c.in_place ? src : other;
   const auto from = scattered(src.num_blocks, 1);
   const auto to = c.in_place ? from : scattered(src.num_blocks, 2);
   std::vector<std::int64_t> deltas(from.size(), 12345);
-  std::vector<float> inv_freq(kHeadDim / 2);
-  for (int i = 0; i < kHeadDim / 2; ++i) inv_freq[i] = std::pow(1e4f, -2.0f * i / kHeadDim);
+  std::vector<float> inv_freq(c.head_dim / 2);
+  for (std::size_t i = 0; i < inv_freq.size(); ++i) {
+    inv_freq[i] = std::pow(1e4f, -2.0f * static_cast<float>(i) / static_cast<float>(c.head_dim));
+  }
   std::vector<ReropeLayer> layers(kNumLayers);
   for (int i = 0; i < kNumLayers; ++i) {
     layers[i].k_src = src.views[i];
@@ -147,10 +150,11 @@ std::vector<int> thread_counts() {
 }
 
 void register_rerope(const Case& c) {
-  const std::string name = std::string(c.in_place ? "in_place/" : "copy_rotate/") +
-                           to_string(c.dtype) + (c.is_neox ? "/neox/" : "/interleaved/") +
-                           std::string(to_string(c.isa)) +
-                           "/threads:" + std::to_string(c.num_threads);
+  const std::string name =
+      std::string(c.in_place ? "in_place/" : "copy_rotate/") + to_string(c.dtype) +
+      (c.is_neox ? "/neox/" : "/interleaved/") + std::string(to_string(c.isa)) +
+      (c.head_dim == kHeadDim ? "" : "/head_dim:" + std::to_string(c.head_dim)) +
+      "/threads:" + std::to_string(c.num_threads);
   benchmark::RegisterBenchmark(name.c_str(), run_rerope, c)->UseRealTime();
 }
 
@@ -166,6 +170,7 @@ const int kRegistered = [] {
         register_rerope({dtype, true, true, isa, threads});
       }
       register_rerope({dtype, false, false, vector_isas().front(), threads});
+      register_rerope({dtype, true, false, vector_isas().front(), threads, 64});
     }
   }
   return 0;
