@@ -8,7 +8,9 @@ from collections.abc import Iterable
 
 import pytest
 
+from fakes import FakeEngine
 from kvspan.engine import GenerateRequest
+from kvspan.engine.shared import SharedEngines
 from kvspan.errors import KvspanError
 from test_engine_requests import rag
 from test_local_engine import open_tiny
@@ -60,3 +62,20 @@ def test_the_cache_is_cleared_between_steps_only(monkeypatch: pytest.MonkeyPatch
         monkeypatch.undo()
         engine.clear_cache()
         assert engine.stats().blocks_cached == 0
+
+
+def test_shared_engines_are_all_closed() -> None:
+    closed: list[str] = []
+
+    class Engine(FakeEngine):
+        def close(self) -> None:
+            closed.append("closed")
+            raise RuntimeError("cannot")
+
+    shared = SharedEngines(lambda model: Engine())
+    for model in ("a", "b", "a"):
+        shared(model).close()  # of one user of it
+    assert not closed
+    with pytest.raises(RuntimeError, match="cannot"):
+        shared.close()
+    assert closed == ["closed"] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from kvspan.engine import Engine, open_engine
 from kvspan.errors import KvspanError
@@ -35,8 +36,10 @@ class SharedEngines:
         return _Borrowed(self.engines[model])
 
     def close(self) -> None:
-        for engine in self.engines.values():
-            engine.close()
+        """Close all of them whatever goes wrong."""
+        with ExitStack() as stack:
+            for engine in self.engines.values():
+                stack.callback(engine.close)
 
 
 class _Borrowed:
