@@ -121,7 +121,10 @@ template <typename T, bool kIsNeox>
 inline bool is_aligned_for_streams(const RotateArgs& args) {
   if (!args.stream || args.src == args.dst) return false;
   const T* first = static_cast<const T*>(args.dst) + args.rotary_offset;
-  const int64_t partner = kIsNeox ? args.rotary_dim / 2 : 0;
+  int64_t partner = kIsNeox ? args.rotary_dim / 2 : 0;
+#if defined(__AVX512VBMI__)
+  if (sizeof(T) == 1 && args.rotary_dim == kStepSize<T>) partner = 0;  // a row is stored whole
+#endif
   const auto offsets = static_cast<size_t>(args.dst_outer_stride | args.dst_inner_stride | partner);
   return (reinterpret_cast<uintptr_t>(first) | offsets * sizeof(T)) % Step<T>::kStoreBytes == 0;
 }
