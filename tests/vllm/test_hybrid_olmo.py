@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hybrid_checks import BASE, SUFFIX, Watched, check_split_prefill, split_at, tokens
+from hybrid_checks import BASE, SUFFIX, Watched, check_split_prefill, names, split_at, tokens
 from hybrid_served import HybridServed, difference, save_hybrid
 from olmo_kernels import olmo_on_cpu
+from vllm import SamplingParams
 
 ROUNDING, WRONG = 2e-4, 0.05
 
@@ -78,3 +79,30 @@ def test_convolutions_of_an_approximate_tail(
         assert not torch.allclose(rough[at : at + state], exact[at : at + state], atol=1e-3)
         at += state
     assert at == len(exact)
+
+
+def test_nothing_approximate_is_hit_after_a_preemption(served: HybridServed) -> None:
+    """The request goes on from an earlier token than at first."""
+    served.ask([BASE], 1)
+    prompt = BASE[:1800] + tokens(7, SUFFIX)
+    engine, size = served.llm.llm_engine, served.side.settings.page
+    params = SamplingParams(
+        max_tokens=8, detokenize=False, ignore_eos=True,
+        extra_args={"kv_transfer_params": {"kvspan": {"replay": "ratio:0.02"}}},
+    )  # fmt: skip
+    engine.add_request("rough", {"prompt_token_ids": prompt}, params)
+    engine.step()
+    (rough,) = served.side.tracked.values()
+    assert rough.track.audit.matched == 1800
+    assert served.core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    keys = rough.track.keys(prompt)
+    for name in names(served, b"FTSG"):
+        if name[-32:] in keys[900 // size :] or name[1:33] in keys[900 // size - 1 :]:
+            served.side.store.tier.remove(name)
+    while engine.has_unfinished_requests():
+        engine.step()
+    served.settle()
+    assert rough.request.num_preemptions == 1
+    assert rough.track.audit.matched == 900 // size * size and not rough.track.audit.exact
+    (answer,) = served.ask([BASE[:1797] + tokens(8, SUFFIX)])
+    assert answer.cached <= 900
