@@ -38,6 +38,11 @@ class Places:
     pieces: Callable[[Spans], list[Bytes]]
 
 
+def _there(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """int64, on the device; the host does not wait for what runs there."""
+    return torch.as_tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Rows:
     """Where the tokens of works are among the rows of a pass; those of one follow each other.
@@ -60,8 +65,8 @@ class Rows:
     def firsts_on(self, device: torch.device, works: Sequence[Work]) -> torch.Tensor:
         """The same on the device, for which the host does not wait."""
         if self.slots is None:
-            return torch.tensor(self.firsts(works)).to(device)
-        wanted = torch.tensor([work.slot for work in works], dtype=self.slots.dtype).to(device)
+            return _there(self.firsts(works), device)
+        wanted = _there([work.slot for work in works], device)
         return (self.slots == wanted[:, None]).int().argmax(1)
 
 
@@ -125,6 +130,8 @@ class Saving:
 class StagedSaving(Saving):
     """Where the device is a GPU: neither the host nor the next pass waits for copies.
 
+    Nor does the host for the pass: what it tells the device goes there without blocking.
+
     What is to be written is copied on the device first, in the order of its stream, since the next
     pass writes over it; from there a queue takes it, while the next step runs. A step ends with its
     copies, in the order of steps.
@@ -153,7 +160,7 @@ class StagedSaving(Saving):
         starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
         offsets = torch.arange(len(starts)) - starts
         which = torch.arange(len(works)).repeat_interleave(counts)
-        wanted = firsts[which.to(device)] + offsets.to(device)
+        wanted = firsts[_there(which, device)] + _there(offsets, device)
         places = self.places
         for stream, held in enumerate(streams):
             into = [
@@ -166,7 +173,7 @@ class StagedSaving(Saving):
     def blocks(self, pools: Sequence[torch.Tensor], copies: Sequence[tuple[int, int]]) -> None:
         places = self.places
         pages = [places.geometry.kv(places.page(page), places.rank) for page, _ in copies]
-        wanted = torch.tensor([block for _, block in copies]).to(pools[0].device)
+        wanted = _there([block for _, block in copies], pools[0].device)
         for layer, pool in enumerate(map(in_memory_order, pools)):
             self._put_rows(pool, wanted, [page[layer][: pool[0].nbytes] for page in pages])
 
