@@ -180,7 +180,8 @@ def measure(folder: str, args: argparse.Namespace) -> dict[str, Any]:
         Remote(args.threads, Engine, folder, own, longest, args.decay) for own in (False, True)
     )
     hits = in_turns(stock, kvspan, 1, "hits")
-    in_turns(stock, kvspan, 1, "ordinary")
+    for engine in (stock, kvspan):  # warm
+        engine("ordinary", 10**6)
     ordinary = in_turns(stock, kvspan, args.rounds, "ordinary")
     ttft: list[dict[str, Any]] = []
     for length in args.lengths:
@@ -232,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=20, help="of ordinary requests")
+    parser.add_argument("--rounds", type=int, default=40, help="of ordinary requests")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument(
         "--decay", action="store_true", help="keep decays, and replay within a bound, too"

@@ -42,11 +42,6 @@ class KeptBlocks {
 
   void give(Block block) noexcept {
     if (block.bytes > kMaxKeptBytes) return std::free(block.memory);
-#if defined(__linux__)
-    // The system may take the pages back whenever it needs them. It costs little with huge pages
-    // only.
-    if (block.bytes >= kHugePageBytes) madvise(block.memory, block.bytes, MADV_FREE);
-#endif
     const std::lock_guard lock(mutex_);
     while (!blocks_.empty() &&
            (blocks_.size() == kMaxKept || bytes_ + block.bytes > kMaxKeptBytes)) {
