@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -84,26 +85,26 @@ class Geometry:
             at += self.part_bytes(group)
         return found
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """One entry: the number of tokens and the tokens (int64), KV by rank, hidden vectors, and
         what `cells` describes."""
         return self._gates_start + (self.cells.nbytes if self.cells else 0)
 
-    @property
+    @cached_property
     def kv_bytes(self) -> int:
         """A page's KV on one rank."""
         return self.layers * self.block_bytes
 
-    @property
+    @cached_property
     def _kv_start(self) -> int:
         return 8 * (1 + self.size)
 
-    @property
+    @cached_property
     def _hidden_start(self) -> int:
         return self._kv_start + self.ranks * self.kv_bytes
 
-    @property
+    @cached_property
     def _gates_start(self) -> int:
         return self._hidden_start + self.streams * self.size * self.row_bytes
 
