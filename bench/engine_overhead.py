@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from machine import processor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
 from kvspan.engine import GenerateRequest
@@ -125,7 +126,7 @@ def main() -> int:
             print(f"turn {repeat} of {args.repeats}", file=sys.stderr)
     report = {
         "model": args.model or "llama-100m-random",
-        "machine": f"{platform.machine()} {_processor()}",
+        "machine": f"{platform.machine()} {processor()}",
         "threads": args.threads,
         "prompt_tokens": args.tokens,
         "same_answers": f"{same}/{args.repeats}",
@@ -149,15 +150,6 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from machine import processor
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from kvspan.engine import GenerateRequest, GenerateResult
@@ -193,15 +194,6 @@ def show(figures: dict[str, Any], ratio: float) -> None:
         )
 
 
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown processor"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -226,7 +218,7 @@ def main() -> int:
         show(rows[-1], args.ratio)
     if args.json:
         report = {
-            "machine": f"{platform.machine()} {_processor()}",
+            "machine": f"{platform.machine()} {processor()}",
             "torch": torch.__version__,
             "threads": args.threads,
             "parameters": parameters,

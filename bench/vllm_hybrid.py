@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import processor
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
-from vllm_turns import Remote, in_turns, processor, summary
+from vllm_turns import Remote, in_turns, summary
 
 STUBS = Path(__file__).parent.parent / "tests/vllm/stubs"
 ENVIRONMENT = {

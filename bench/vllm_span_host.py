@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from machine import processor
 from vllm_ttft import ANCHOR, Worker, layout_of, save_model
-from vllm_turns import processor, summary
+from vllm_turns import summary
 
 STAGES = ("recompute", "device", "host")
 BYTES_PER_TOKEN = 8 * 2 * 2 * 64 * 4  # layers, keys and values, heads, head_dim, float32

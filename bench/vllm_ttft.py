@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm_turns import Remote, in_turns, processor, summary
+from machine import processor
+from vllm_turns import Remote, in_turns, summary
 
 BLOCK, ANCHOR, QUESTION, DOCUMENT = 32, 64, 30, 2857
 VOCAB = 8192

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from machine import processor
+
 MIN_SECONDS = 0.01  # a sample repeats its call until it takes this long
 
 
@@ -140,18 +142,9 @@ def num_cpus() -> int:
 
 def machine() -> dict[str, object]:
     """What the figures were measured on."""
-    processor = platform.processor() or "unknown"
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                processor = line.partition(":")[2].strip()
-                break
     return {
-        "processor": f"{platform.machine()} {processor}",
-        "cpus": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "processor": f"{platform.machine()} {processor()}",
+        "cpus": num_cpus(),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "system": platform.platform(),
         "python": platform.python_version(),
