@@ -103,10 +103,11 @@ class Saving:
     def blocks(self, pools: Sequence[torch.Tensor], copies: Sequence[tuple[int, int]]) -> None:
         """KV of pages. pools: by layer, [blocks, ...]. copies: pages and their blocks."""
         places = self.places
+        ordered = [in_memory_order(pool) for pool in pools]
         for page, block in copies:
             kept = places.geometry.kv(places.page(page), places.rank)
-            for into, pool in zip(kept, pools, strict=True):
-                to_host(into, in_memory_order(pool)[block])
+            for into, pool in zip(kept, ordered, strict=True):
+                to_host(into, pool[block])
 
     def state(self, spans: Spans, tensors: Sequence[torch.Tensor]) -> None:
         """A state, or a part of one, which is at these places with those of all ranks."""
@@ -162,13 +163,13 @@ class StagedSaving(Saving):
         which = torch.arange(len(works)).repeat_interleave(counts)
         wanted = firsts[_there(which, device)] + _there(offsets, device)
         places = self.places
+        into = [
+            places.geometry.hidden(places.page(fill.page))[:, fill.first : fill.first + fill.count]
+            for work in works
+            for fill in work.fills
+        ]
         for stream, held in enumerate(streams):
-            into = [
-                places.geometry.hidden(places.page(fill.page))[stream][fill.first :][: fill.count]
-                for work in works
-                for fill in work.fills
-            ]
-            self._put_rows(held, wanted, into)
+            self._put_rows(held, wanted, [rows_of[stream] for rows_of in into])
 
     def blocks(self, pools: Sequence[torch.Tensor], copies: Sequence[tuple[int, int]]) -> None:
         places = self.places
