@@ -48,6 +48,18 @@ def pinned(served: HybridServed) -> int:
     return served.side.store.tier.pinned_bytes()  # type: ignore[no-any-return]
 
 
+def restore_plan(served: HybridServed, prompt: list[int], **kvspan: Any) -> Any:
+    """What the worker was told to restore for a prompt, which is answered."""
+    plans: list[Any] = []
+    replayer = served.replayer
+    restore = replayer.restore
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replayer, "restore", lambda plan: (plans.append(plan), restore(plan)))
+        served.ask([prompt], 1, **kvspan)
+    (plan,) = plans
+    return plan
+
+
 class States(Protocol):
     """restored: those that restores have left in the requests' blocks, as bytes."""
 

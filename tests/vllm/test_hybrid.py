@@ -20,6 +20,7 @@ from hybrid_checks import (
     drop_states,
     names,
     pinned,
+    restore_plan,
     split_at,
     tokens,
 )
@@ -295,11 +296,7 @@ def test_restore_that_fails_ends_its_copy(
 ) -> None:
     replayer = served.replayer
     served.ask([BASE], 1)
-    plans: list[Any] = []
-    restore = replayer.restore
-    monkeypatch.setattr(replayer, "restore", lambda plan: (plans.append(plan), restore(plan)))
-    served.ask([BASE[:1900] + tokens(2, 20)], 1)
-    monkeypatch.undo()
+    plan = restore_plan(served, BASE[:1900] + tokens(2, 20))
 
     def fail(plan: Any) -> None:
         raise RuntimeError("replay failed")
@@ -308,7 +305,7 @@ def test_restore_that_fails_ends_its_copy(
     with CopyQueue(chunk_bytes=1 << 16, bytes_per_second=1 << 17) as slow:
         monkeypatch.setattr(replayer, "queue", slow)
         with pytest.raises(RuntimeError, match="replay failed"):
-            replayer.restore(plans[0])
+            replayer.restore(plan)
         stats = slow.stats()
         assert (stats["jobs_cancelled"], stats["bytes_queued"], stats["bytes_in_flight"]) == (
             1,

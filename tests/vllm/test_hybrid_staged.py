@@ -18,6 +18,7 @@ from hybrid_checks import (
     check_split_prefill,
     drop_states,
     pinned,
+    restore_plan,
     tokens,
 )
 from hybrid_served import HybridServed, difference, save_hybrid
@@ -160,17 +161,13 @@ def test_copies_that_are_cancelled_end_the_restore(
     """Rows or KV: what has not arrived is not used, and nothing stays queued."""
     replayer = served.replayer
     served.ask([BASE], 1)
-    plans: list[Any] = []
-    restore = replayer.restore
-    with monkeypatch.context() as patch:
-        patch.setattr(replayer, "restore", lambda plan: (plans.append(plan), restore(plan)))
-        served.ask([BASE[:1900] + tokens(2, 20)], 1, replay="ratio:0.1")
+    plan = restore_plan(served, BASE[:1900] + tokens(2, 20), replay="ratio:0.1")
 
     for which in (AHEAD, 0):
         with Cancelling(which) as queue:
             monkeypatch.setattr(replayer, "queue", queue)
             with pytest.raises(RuntimeError, match="cancelled"):
-                replayer.restore(plans[0])
+                replayer.restore(plan)
                 replayer.join()
             stats = queue.stats()
             assert (stats["bytes_queued"], stats["bytes_in_flight"]) == (0, 0)
