@@ -80,3 +80,9 @@ def test_shifts_are_the_layouts_positions(layout: SpanLayout, data: st.DataObjec
         lo:hi
     ]
     assert request_of(layout).shifts(lo, hi) == []
+
+
+def test_span_hashes_of_different_places_differ() -> None:
+    span = PlacedSpan(64, 96, 32, (bytes(32),), in_place=False)
+    assert span.block_hash(0) != PlacedSpan(96, 128, 64, (bytes(32),), False).block_hash(0)
+    assert PlacedSpan(64, 96, 0, (bytes(32),), in_place=True).block_hash(0) == bytes(32)

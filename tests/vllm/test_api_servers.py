@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from http_server import VllmProcess, save_chat_model
 from prometheus_client.mmap_dict import MmapedDict
-from test_server import PASSAGES, query
+from server_requests import PASSAGES, query
 
 import kvspan as kv
 from kvspan.engine.local import LocalEngine

@@ -9,23 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import openai
 import pytest
 from http_server import BLOCK, KEY, VllmProcess, save_chat_model
+from server_requests import PASSAGES, chat, completion, layout_of, prompt, query
 
 import kvspan as kv
 from kvspan.engine import GenerateRequest
 from kvspan.engine.local import LocalEngine
-from kvspan.layout import SpanLayout, layout_from_tokens
 from kvspan.parentheses import Parentheses
-from kvspan.query.prompt import Message, Span
-from kvspan.vllm.params import to_params
 from serving import events
 from test_serve_errors import WRONG
 from tiny_models import VOCAB
 
-PASSAGES = [" ".join(f"w{(7 * d + i) % 150}" for i in range(20 + 25 * d)) for d in range(5)]
 MARKS = Parentheses(0, VOCAB, VOCAB + 1, VOCAB + 2)
 QUERY_ERRORS = {name: wrong for name, wrong in WRONG.items() if wrong[0].startswith("query/")}
 
@@ -54,12 +50,6 @@ def local(folder: Path) -> Iterator[LocalEngine]:
 def client(server: VllmProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
         yield client
-
-
-def query(*passages: str, question: str = "w4", salt: str = "w1") -> dict[str, Any]:
-    spans = {"plus": [{"user": text} for text in passages]}
-    parts = [{"system": salt}, spans, {"user": question}]
-    return {"g": {"model": "spnl/tiny", "max_tokens": 6, "input": {"cross": parts}}}
 
 
 TWO = {"plus": [query(*PASSAGES[:2]), query(*PASSAGES[1:3], question="w5")]}
@@ -106,23 +96,6 @@ def test_only_with_the_key(server: VllmProcess) -> None:
     for path in ("/v1/query/execute", "/v1/chat/completions"):
         assert server.post(path, query("w1"), authorization="Bearer wrong").status == 401
     assert server.get("/v1/query/execute").status == 405
-
-
-def parts(order: list[int]) -> list[dict[str, Any]]:
-    spans: list[dict[str, Any]] = [
-        {"type": "text", "text": PASSAGES[i], "kvspan": {"span": True}} for i in order
-    ]
-    return [*spans, {"type": "text", "text": "w77", "kvspan": {"span": False}}]
-
-
-def chat(order: list[int], system: str = "w9", **fields: Any) -> dict[str, Any]:
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": parts(order)}]
-    return {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0, **fields}
-
-
-def prompt(order: list[int], system: str = "w9") -> tuple[Message | Span, ...]:
-    spans = [Span((Message("user", PASSAGES[i]),)) for i in order]
-    return (Message("system", system), *spans, Message("user", "w77"))
 
 
 @pytest.mark.parametrize(
@@ -216,23 +189,6 @@ def test_bad_marks_are_refused_as_by_the_local_server(server: VllmProcess, name:
     reply = server.post(f"/v1/{path}", body)
     assert (reply.status, reply.error["code"], reply.error["param"]) == (status, code, param)
     assert message in reply.error["message"]
-
-
-def layout_of(order: list[int], seed: int = 5) -> SpanLayout:
-    """Tokens a client made itself: an anchor of two blocks, spans, a question."""
-    rng = np.random.default_rng(seed)
-    documents = [rng.integers(7, VOCAB, n * BLOCK) for n in (2, 1, 3)]
-    ids, spans = [rng.integers(7, VOCAB, 2 * BLOCK)], []
-    for i in order:
-        at = sum(map(len, ids))
-        spans.append((at, at + len(documents[i])))
-        ids.append(documents[i])
-    return layout_from_tokens(np.concatenate([*ids, rng.integers(7, VOCAB, 9)]), spans, BLOCK)
-
-
-def completion(layout: SpanLayout, **fields: Any) -> dict[str, Any]:
-    body = {"model": "tiny", "prompt": layout.token_ids.tolist(), "max_tokens": 6, "temperature": 0}
-    return {**body, "kv_transfer_params": to_params(layout), **fields}
 
 
 def test_layouts_are_prepared_by_the_server(server: VllmProcess, local: LocalEngine) -> None:

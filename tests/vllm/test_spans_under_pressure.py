@@ -16,8 +16,7 @@ hazard -> tests (test_... is left out), then its control
    control_rows_of_another_request
 6. Full CUDA graphs bypass Python metadata -> decode_steps_are_vllms_own,
    graphs_and_gpus_are_refused_rows
-7. Frequencies from rounded tables, or of another layer ->
-   frequencies_are_the_models_own_in_float32, frequencies_that_differ_between_layers_are_refused
+7. Frequencies from rounded tables, or of another layer -> all of test_span_frequencies.py
 8. Blocks are zeroed before the moves -> zeroed_blocks_are_refused
 
 Beyond vLLM's: keys that are not rotated -> control_moves_without_rotation; ordinary requests that
@@ -31,25 +30,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from served import BLOCK, Served, scheduler_of
 from test_spans import TOLERANCE, make
 from traffic import Ask, Verdict, judge, run
-from transformers import Gemma3TextConfig, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.attention.backends import registry
 from vllm.v1.core.block_pool import BlockPool
 
-from kvspan.errors import UsageError
 from kvspan.layout import SpanLayout, layout_from_tokens
 from kvspan.vllm import attention, span_worker
 from kvspan.vllm.connector import KvspanConnector
 from kvspan.vllm.moving import BlockMover
 from kvspan.vllm.prepare import prepare_stages
-from kvspan.vllm.scheduling import PlacedSpan, Row, SpanRequest, SpanScheduler
-from kvspan.vllm.support import missing_hook, no_rows, refusal, rotary, version_note
+from kvspan.vllm.scheduling import Row, SpanRequest, SpanScheduler
+from kvspan.vllm.support import missing_hook, no_rows, refusal, version_note
 
 
 def test_control_moves_without_rotation(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,44 +360,6 @@ def test_a_missing_hook_is_named(served: Served, monkeypatch: pytest.MonkeyPatch
     assert version_note("0.31.9+cpu") and not version_note("0.32.0+cpu")
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {"rope_type": "default"},
-        {"rope_type": "linear", "factor": 4.0},
-        {
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 512,
-        },
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
-    ],
-    ids=lambda scaling: scaling["rope_type"],
-)  # fmt: skip
-def test_frequencies_are_the_models_own_in_float32(scaling: dict[str, object]) -> None:
-    config = LlamaConfig(
-        hidden_size=128, num_attention_heads=4, rope_parameters={"rope_theta": 50_000.0, **scaling}
-    )
-    inv_freq, is_neox = rotary(config, 32)
-    assert is_neox and inv_freq.dtype == torch.float32
-    assert torch.equal(inv_freq, LlamaRotaryEmbedding(config).inv_freq)
-    with set_current_vllm_config(VllmConfig()):
-        rope = get_rope(
-            32, max_position=2048, rope_parameters=config.rope_parameters, dtype=torch.float32
-        )
-    assert rope.is_neox_style
-    angles = torch.arange(2048)[:, None].double() * inv_freq.double()
-    table = torch.cat([angles.cos(), angles.sin()], 1) * getattr(rope, "mscale", 1.0)
-    assert (rope.cos_sin_cache[:2048].double() - table).abs().max() < 1e-3
-
-
-def test_frequencies_that_differ_between_layers_are_refused() -> None:
-    with pytest.raises(UsageError, match="no single set of rotary frequencies"):
-        rotary(Gemma3TextConfig(), 256)
-    for name in ("layer_rope_theta", "no_rope_layers", "dual_chunk_attention_config"):
-        with pytest.raises(UsageError, match=name):
-            rotary(LlamaConfig(rope_parameters={"rope_theta": 1e4}, **{name: [1, 0]}), 64)
-
-
 def test_zeroed_blocks_are_refused(served: Served) -> None:
     cache_config = _connector(served)._kv_cache_config
     fake = SimpleNamespace(
@@ -439,9 +394,3 @@ def _same_step(served: Served, seed: int) -> list[float]:
     stage = [part for layout in layouts for s in prepare_stages(layout) for part in s]
     outputs = served.ask([*stage, *layouts], prepare=False)[len(stage) :]
     return [served.error(layout, out) for layout, out in zip(layouts, outputs, strict=True)]
-
-
-def test_span_hashes_of_different_places_differ() -> None:
-    span = PlacedSpan(64, 96, 32, (bytes(32),), in_place=False)
-    assert span.block_hash(0) != PlacedSpan(96, 128, 64, (bytes(32),), False).block_hash(0)
-    assert PlacedSpan(64, 96, 0, (bytes(32),), in_place=True).block_hash(0) == bytes(32)
