@@ -1,6 +1,7 @@
 #include "kvspan/block_moves.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <utility>
 
 #include "block_index.h"
@@ -13,6 +14,7 @@ namespace {
 using Int64Span = std::span<const std::int64_t>;
 
 constexpr std::size_t kFetchAhead = 32;                        // moves
+constexpr std::size_t kLargePlan = std::size_t{1} << 17;       // moves: 1 MiB an array
 constexpr std::size_t kMaxMoves = (std::size_t{1} << 30) - 1;  // steps have 32-bit numbers
 
 std::int64_t largest(Int64Span blocks, std::int64_t at_least) {
@@ -217,7 +219,6 @@ class Planner {
     return saved.on_host ? saved.slot : args_.scratch_blocks[saved.slot];
   }
 
-  // One array at a time: of those that are looked up in no order, each alone may fit a cache.
   void write_steps(Schedule& schedule) {
     const std::size_t num_steps = schedule.steps.size();
     const auto num_moves = static_cast<std::int32_t>(num_moves_);
@@ -226,15 +227,18 @@ class Planner {
       const std::int32_t step = schedule.steps[at];
       plan_.moves[at] = step < num_moves ? schedule.move_of[step] : -1;
     }
-    look_up(std::span<const StepKind>(kinds_), plan_.kinds);
-    look_up(args_.src_blocks, plan_.src_blocks);
-    look_up(Int64Span(plan_.destinations), plan_.dst_blocks);
-    look_up(args_.deltas, plan_.deltas);
+    if (num_moves_ < kLargePlan || comes_in_order() || !look_up_packed()) {
+      look_up(std::span<const StepKind>(kinds_), plan_.kinds);
+      look_up(args_.src_blocks, plan_.src_blocks);
+      look_up(Int64Span(plan_.destinations), plan_.dst_blocks);
+      look_up(args_.deltas, plan_.deltas);
+    }
     if (!schedule.saved.empty()) write_saved(schedule);
     plan_.batch_offsets = std::move(schedule.batch_offsets);
   }
 
-  // The value of each step's move, 0 where it is none.
+  // The value of each step's move, 0 where it is none. One array at a time: each alone may fit a
+  // cache where all of them do not.
   template <typename T>
   void look_up(std::span<const T> of_move, LargeVector<T>& of_step) const {
     const std::size_t num_steps = plan_.moves.size();
@@ -243,6 +247,57 @@ class Planner {
     for (std::size_t at = 0; at < num_steps; ++at) {
       of_step[at] = moves[at] >= 0 ? of_move[moves[at]] : T{};
     }
+  }
+
+  // Whether most steps' moves are near those of the steps before, by a sample: then what is looked
+  // up one array at a time is in the cache already.
+  bool comes_in_order() const {
+    constexpr std::size_t kSampled = 256;
+    constexpr std::int64_t kNear = 512;  // moves: a page of memory
+    const std::size_t stride = plan_.moves.size() / kSampled;
+    std::size_t num_near = 0;
+    for (std::size_t at = 1; at < plan_.moves.size() && stride > 0; at += stride) {
+      num_near += std::abs(plan_.moves[at] - plan_.moves[at - 1]) < kNear;
+    }
+    return num_near > kSampled / 2;
+  }
+
+  // The same for large plans in no order, where no array fits a cache: what belongs to a move is
+  // put into one cache line first. False, with nothing done, where numbers have more than 32 bits.
+  bool look_up_packed() {
+    struct alignas(16) Packed {
+      std::int32_t src, dst, delta;
+      StepKind kind;
+    };
+    LargeVector<Packed> packed(num_moves_);
+    std::int64_t lost = 0;
+    const auto narrow = [&](std::int64_t value) {
+      const auto low = static_cast<std::int32_t>(value);
+      lost |= value ^ low;
+      return low;
+    };
+    for (std::size_t i = 0; i < num_moves_; ++i) {
+      packed[i] = {narrow(args_.src_blocks[i]), narrow(plan_.destinations[i]),
+                   narrow(args_.deltas[i]), kinds_[i]};
+    }
+    if (lost != 0) return false;
+    const std::size_t num_steps = plan_.moves.size();
+    plan_.kinds.resize(num_steps);
+    plan_.src_blocks.resize(num_steps);
+    plan_.dst_blocks.resize(num_steps);
+    plan_.deltas.resize(num_steps);
+    for (std::size_t at = 0; at < num_steps; ++at) {
+      // Far ahead: there is little else to do meanwhile.
+      const std::size_t ahead = std::min(at + 4 * kFetchAhead, num_steps - 1);
+      __builtin_prefetch(&packed[std::max<std::int64_t>(plan_.moves[ahead], 0)]);
+      const std::int64_t move = plan_.moves[at];
+      const Packed of_move = move >= 0 ? packed[move] : Packed{};
+      plan_.kinds[at] = of_move.kind;
+      plan_.src_blocks[at] = of_move.src;
+      plan_.dst_blocks[at] = of_move.dst;
+      plan_.deltas[at] = of_move.delta;
+    }
+    return true;
   }
 
   // Steps that save a block, and those that read a saved one.

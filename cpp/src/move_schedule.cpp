@@ -31,9 +31,6 @@ class Scheduler {
     cycle_offsets_ = std::move(graph.cycle_offsets);
     successor_ = std::move(graph.successor);
     num_waits_.assign(num_moves_, 0);
-    for (const std::int32_t next : successor_) {
-      if (next >= 0) ++num_waits_[next];
-    }
   }
 
   Schedule run() {
@@ -42,6 +39,10 @@ class Scheduler {
     if (has_cycles || limits_depth) {
       if (limits_depth) find_roots();
       break_up();
+    } else {
+      for (const std::int32_t next : successor_) {
+        if (next >= 0) ++num_waits_[next];
+      }
     }
     const bool limits_batches = limits_.max_batch_size < num_moves_ + num_saved();
     if (limits_batches) count_followers();
@@ -75,7 +76,7 @@ class Scheduler {
   }
 
   // Goes through the moves, those waited for first, and saves blocks until no cycle is left and
-  // no move is deeper than the limit.
+  // no move is deeper than the limit. Counts what each waits for.
   void break_up() {
     height_.assign(num_moves_, 0);
     // At most, where depth is not limited; what is not used is never touched.
@@ -94,6 +95,7 @@ class Scheduler {
       cut(step);
     } else {
       height_[next] = std::max(height_[next], height_[step] + 1);
+      ++num_waits_[next];
     }
   }
 
@@ -123,7 +125,6 @@ class Scheduler {
       out_.next_reader.assign(num_moves_, kNoMove);
     }
     const std::int32_t writer = std::exchange(successor_[step], kNoMove);
-    --num_waits_[writer];
     if (saved_of_[writer] < 0) {
       saved_of_[writer] = num_saved();
       out_.saved.push_back({writer, kNoMove});

@@ -126,6 +126,36 @@ TEST(BlockMovesTest, MillionBlockCycleNeedsNoStack) {
   EXPECT_EQ(plan_moves(src, dst, deltas, Ids{n}).num_batches(), n + 1);
 }
 
+// Large plans look their moves up another way, unless numbers have more than 32 bits.
+TEST(BlockMovesTest, LargePlansInNoOrder) {
+  std::mt19937 random(7);
+  const int n = 140000;
+  const Ids scratch{n, n + 1};
+  Ids src(n), dst(n), deltas(n);
+  std::iota(dst.begin(), dst.end(), 0);
+  std::shuffle(dst.begin(), dst.end(), random);
+  for (auto& block : src) block = std::uniform_int_distribution(0, n - 1)(random);
+  for (auto& delta : deltas) delta = std::uniform_int_distribution(-(1 << 20), 1 << 20)(random);
+  expect_right(src, dst, deltas, scratch, random);
+
+  const MovePlan plan = plan_moves(src, dst, deltas, scratch);
+  const auto plus = [](auto ids, std::int64_t added) {
+    for (auto& id : ids) id += added;
+    return ids;
+  };
+  const std::int64_t wide = std::int64_t{5} << 32;
+  const MovePlan of_wide_ids =
+      plan_moves(plus(src, wide), plus(dst, wide), deltas, plus(scratch, wide));
+  EXPECT_EQ(of_wide_ids.src_blocks, plus(plan.src_blocks, wide));
+  EXPECT_EQ(of_wide_ids.dst_blocks, plus(plan.dst_blocks, wide));
+  EXPECT_EQ(of_wide_ids.deltas, plan.deltas);
+  EXPECT_EQ(of_wide_ids.kinds, plan.kinds);
+
+  Ids wide_deltas = deltas;
+  wide_deltas[n / 2] = wide;
+  expect_right(src, dst, wide_deltas, scratch, random);
+}
+
 // Requests that leave the choice, over referenced and used blocks, with every limit at once.
 TEST(BlockMovesTest, RandomProblems) {
   std::mt19937 random(7);
