@@ -32,6 +32,7 @@ from kvspan.ops import (
 from peers.frame import Bench, num_cpus
 
 NUM_TOKENS = 1 << 16
+NUM_PROMPTS = 64  # of a batch
 VOCABULARY = 150_000
 ROOT, SPAN_ROOT = digest_fields("bench/prefix"), digest_fields("bench/span")
 
@@ -46,6 +47,7 @@ def run(bench: Bench) -> None:
     _spans(bench, ids)
     _many_spans(bench)
     _batch(bench, ids)
+    _batch_in_spans(bench, ids)
     _weak_hash(bench, ids)
 
 
@@ -158,7 +160,7 @@ def _many_spans(bench: Bench) -> None:
 
 
 def _batch(bench: Bench, ids: np.ndarray) -> None:
-    num_prompts = 64
+    num_prompts = NUM_PROMPTS
     cu_seqlens = np.arange(num_prompts + 1) * (NUM_TOKENS // num_prompts)
 
     def one_by_one() -> None:
@@ -195,6 +197,47 @@ def _batch(bench: Bench, ids: np.ndarray) -> None:
         items=256,
         unit="tokens",
     )
+
+
+def _batch_in_spans(bench: Bench, ids: np.ndarray) -> None:
+    """Prompts without spans are hashed in pairs too, so the SHA-256 that spans add shows here.
+
+    Of spans of b blocks that is 1 / 4b (blocks of 16) or 1 / 10b (of 64), whether they follow each
+    other or take turns with as much text (block_hash.h). Targets only where that leaves room.
+    """
+    num_tokens = NUM_TOKENS // NUM_PROMPTS
+    cu_seqlens = np.arange(NUM_PROMPTS + 1) * num_tokens
+    for block_size in (16, 64):
+
+        def extend(
+            tokens: int, block_size: int = block_size, every: int = 1
+        ) -> Callable[[], object]:
+            starts = np.arange(0, num_tokens, every * tokens) if tokens else np.empty(0, np.int64)
+            spans = np.tile(np.stack([starts, starts + tokens], axis=1), (NUM_PROMPTS, 1))
+            cu_spans = np.arange(NUM_PROMPTS + 1) * len(starts)
+            return lambda: extend_chains(
+                [chain(block_size) for _ in range(NUM_PROMPTS)],
+                ids,
+                cu_seqlens,
+                spans=spans,
+                cu_spans=cu_spans,
+                num_threads=1,
+            )
+
+        bench.compare(
+            f"{NUM_PROMPTS} prompts of {num_tokens} tokens, blocks of {block_size}, in spans",
+            {
+                "no spans": extend(0),
+                "spans of 512 tokens": extend(512),
+                f"spans of {4 * block_size} tokens": extend(4 * block_size),
+                f"spans of {block_size} tokens": extend(block_size),
+                "every other block a span": extend(block_size, every=2),
+            },
+            baseline="no spans",
+            items=NUM_TOKENS,
+            unit="tokens",
+            targets={"spans of 512 tokens": 1 / 1.05},
+        )
 
 
 def _weak_hash(bench: Bench, ids: np.ndarray) -> None:
