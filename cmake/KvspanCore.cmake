@@ -73,7 +73,8 @@ if(KVSPAN_WITH_CUDA)
     cuda/rerope.cu)
   # Static, so that the library loads (and says why not) where there is no CUDA installation.
   set_target_properties(kvspan_core PROPERTIES CUDA_RUNTIME_LIBRARY Static)
-  target_compile_options(kvspan_core PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false>)
+  target_compile_options(kvspan_core PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false>
+    $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${KVSPAN_WERROR}>>:-Xptxas=--warn-on-spills,--warning-as-error>)
 else()
   target_sources(kvspan_core PRIVATE cpp/src/no_cuda.cpp)
 endif()

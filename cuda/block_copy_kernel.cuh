@@ -19,7 +19,7 @@ struct BlockCopyKernelArgs {
   std::int64_t src_block_bytes, dst_block_bytes;  // strides
   BlockLayout layout;
   std::uint32_t num_accesses;  // per block
-  std::uint32_t num_accesses_per_row;
+  Divisor accesses_per_row, num_inner;
   std::int64_t src_blocks[kCopyMovesPerLaunch];
   std::int64_t dst_blocks[kCopyMovesPerLaunch];
 };
@@ -31,13 +31,12 @@ __global__ void __launch_bounds__(kThreadsPerBlock)
   using Access = Pack<unsigned char, kBytes, kBytes>;
   const char* src = args.src + args.src_blocks[blockIdx.x] * args.src_block_bytes;
   char* dst = args.dst + args.dst_blocks[blockIdx.x] * args.dst_block_bytes;
-  const auto num_inner = static_cast<std::uint32_t>(args.layout.num_inner);
   for (std::uint32_t item = blockIdx.y * blockDim.x + threadIdx.x; item < args.num_accesses;
        item += gridDim.y * blockDim.x) {
-    const std::uint32_t row = item / args.num_accesses_per_row;
-    const std::int64_t byte = std::int64_t{item % args.num_accesses_per_row} * kBytes;
-    const std::int64_t outer = row / num_inner;
-    const std::int64_t inner = row % num_inner;
+    const std::uint32_t row = args.accesses_per_row.quotient(item);
+    const std::int64_t byte = std::int64_t{args.accesses_per_row.remainder(item, row)} * kBytes;
+    const std::uint32_t outer = args.num_inner.quotient(row);
+    const std::uint32_t inner = args.num_inner.remainder(row, outer);
     *reinterpret_cast<Access*>(dst + outer * args.layout.dst_outer_bytes +
                                inner * args.layout.dst_inner_bytes + byte) =
         *reinterpret_cast<const Access*>(src + outer * args.layout.src_outer_bytes +
@@ -73,8 +72,8 @@ void launch_block_copy(const BlockCopyArgs& args, const Launch& launch) {
                    "src: expected blocks of fewer than 2^31 accesses, got ",
                    shape_to_string(args.src));
   kernel_args.num_accesses = static_cast<std::uint32_t>(num_accesses);
-  kernel_args.num_accesses_per_row =
-      static_cast<std::uint32_t>(kernel_args.layout.row_bytes / access_bytes);
+  kernel_args.accesses_per_row = Divisor(kernel_args.layout.row_bytes / access_bytes);
+  kernel_args.num_inner = Divisor(kernel_args.layout.num_inner);
 
   const auto kernel = [&]() -> void (*)(BlockCopyKernelArgs) {
     switch (access_bytes) {
@@ -90,12 +89,18 @@ void launch_block_copy(const BlockCopyArgs& args, const Launch& launch) {
         return &block_copy_kernel<1>;
     }
   }();
-  for (std::size_t first = 0; first < args.src_blocks.size(); first += kCopyMovesPerLaunch) {
-    const std::size_t count =
-        std::min<std::size_t>(kCopyMovesPerLaunch, args.src_blocks.size() - first);
-    std::copy_n(args.src_blocks.begin() + first, count, kernel_args.src_blocks);
-    std::copy_n(args.dst_blocks.begin() + first, count, kernel_args.dst_blocks);
-    launch(kernel, static_cast<unsigned>(count), num_slices(num_accesses), kernel_args);
+  const bool one_pool = args.src.data == args.dst.data;
+  unsigned count = 0;
+  for (std::size_t move = 0; move < args.src_blocks.size(); ++move) {
+    // A block onto itself is there already.
+    if (!one_pool || args.src_blocks[move] != args.dst_blocks[move]) {
+      kernel_args.src_blocks[count] = args.src_blocks[move];
+      kernel_args.dst_blocks[count++] = args.dst_blocks[move];
+    }
+    if (count == kCopyMovesPerLaunch || (count > 0 && move + 1 == args.src_blocks.size())) {
+      launch(kernel, count, num_slices(num_accesses), kernel_args);
+      count = 0;
+    }
   }
 }
 

@@ -57,6 +57,7 @@ __device__ inline void convolve_channels(const ConvKernelArgs& args, unsigned n,
   for (int i = 0; i < kPack; ++i) {
     const std::int64_t c = channel + i;
     bias[i] = args.bias ? to_float(static_cast<const T*>(args.bias)[c * args.bias_stride]) : 0.0f;
+    KVSPAN_UNROLL
     for (int w = 0; w < kMost; ++w) {
       if (w >= width) break;
       weight[w][i] = to_float(static_cast<const T*>(
@@ -72,6 +73,7 @@ __device__ inline void convolve_channels(const ConvKernelArgs& args, unsigned n,
     Access result;
     for (int i = 0; i < kPack; ++i) {
       float y = bias[i];
+      KVSPAN_UNROLL
       for (int w = 0; w < kMost; ++w) {
         if (w >= width) break;
         window[w][i] =

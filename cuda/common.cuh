@@ -10,10 +10,19 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__CUDACC__)
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
+#endif
+
+// Of a loop over an array that must stay in registers.
+#if defined(__CUDACC__)
+#define KVSPAN_UNROLL _Pragma("unroll")
+#else
+#define KVSPAN_UNROLL
 #endif
 
 namespace kvspan::cuda {
@@ -121,10 +130,14 @@ __host__ __device__ inline float from_float<float>(float x) {
 
 template <>
 __host__ __device__ inline BFloat16 from_float<BFloat16>(float x) {
+#if defined(__CUDA_ARCH__)
+  return {__bfloat16_as_ushort(__float2bfloat16_rn(x))};
+#else
   const std::uint32_t u = bit_cast_to<std::uint32_t>(x);
   const bool is_nan = (u & 0x7fffffff) > 0x7f800000;
   const std::uint32_t bits = is_nan ? u >> 16 | 0x40 : (u + 0x7fff + (u >> 16 & 1)) >> 16;
   return {static_cast<std::uint16_t>(bits)};
+#endif
 }
 
 template <>
@@ -164,6 +177,76 @@ __host__ __device__ inline Float8E5M2 from_float<Float8E5M2>(float x) {
   return {host_to_float8<2, 15, 0x47600000>(x)};
 #endif
 }
+
+// kCount neighbouring values: 1, or 2, which the device converts by one instruction.
+template <int kCount, typename T>
+__host__ __device__ inline void to_floats(const T* from, float* to) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (kCount == 2 && std::is_same_v<T, BFloat16>) {
+    std::uint32_t bits;
+    memcpy(&bits, from, sizeof(bits));
+    to[0] = __uint_as_float(bits << 16);
+    to[1] = __uint_as_float(bits & 0xffff0000);
+  } else if constexpr (kCount == 2 && sizeof(T) < sizeof(float)) {
+    __half2 halves;
+    if constexpr (sizeof(T) == 2) {
+      memcpy(&halves, from, sizeof(halves));
+    } else {
+      __nv_fp8x2_storage_t bits;
+      memcpy(&bits, from, sizeof(bits));
+      halves = __half2(
+          __nv_cvt_fp8x2_to_halfraw2(bits, std::is_same_v<T, Float8E4M3> ? __NV_E4M3 : __NV_E5M2));
+    }
+    const float2 two = __half22float2(halves);
+    to[0] = two.x;
+    to[1] = two.y;
+  } else
+#endif
+  {
+    for (int i = 0; i < kCount; ++i) to[i] = to_float(from[i]);
+  }
+}
+
+template <int kCount, typename T>
+__host__ __device__ inline void from_floats(const float* from, T* to) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (kCount == 2 && std::is_same_v<T, BFloat16>) {
+    const __nv_bfloat162 two = __floats2bfloat162_rn(from[0], from[1]);
+    memcpy(to, &two, sizeof(two));
+  } else if constexpr (kCount == 2 && std::is_same_v<T, Float16>) {
+    const __half2 two = __floats2half2_rn(from[0], from[1]);
+    memcpy(to, &two, sizeof(two));
+  } else if constexpr (kCount == 2 && sizeof(T) == 1) {
+    const __nv_fp8x2_storage_t two =
+        __nv_cvt_float2_to_fp8x2(float2{from[0], from[1]}, __NV_SATFINITE,
+                                 std::is_same_v<T, Float8E4M3> ? __NV_E4M3 : __NV_E5M2);
+    memcpy(to, &two, sizeof(two));
+  } else
+#endif
+  {
+    for (int i = 0; i < kCount; ++i) to[i] = from_float<T>(from[i]);
+  }
+}
+
+// Divides by a number that the host knows; the device has no instruction for division. For
+// numbers and divisors below 2^31 (Granlund and Montgomery, 1994); a divisor of 0 is never used.
+struct Divisor {
+  std::uint32_t divisor = 1, multiplier = 0, shift = 0;
+
+  Divisor() = default;
+  explicit Divisor(std::int64_t by) : divisor(static_cast<std::uint32_t>(by > 1 ? by : 1)) {
+    while ((std::uint64_t{1} << shift) < divisor) ++shift;
+    multiplier =
+        static_cast<std::uint32_t>(((std::uint64_t{1} << (31 + shift)) + divisor - 1) / divisor);
+  }
+
+  __host__ __device__ std::uint32_t quotient(std::uint32_t n) const {
+    return static_cast<std::uint32_t>(std::uint64_t{2 * n} * multiplier >> 32) >> shift;
+  }
+  __host__ __device__ std::uint32_t remainder(std::uint32_t n, std::uint32_t quotient) const {
+    return n - quotient * divisor;
+  }
+};
 
 // How many thread blocks share one KV block of num_accesses accesses.
 inline unsigned num_slices(std::int64_t num_accesses, int per_thread = kAccessesPerThread) {

@@ -46,6 +46,28 @@ constexpr bool kHasBatchedCopy = false;
 cudaError_t copy_batch(std::span<const CopySegment>, cudaStream_t) { return cudaErrorNotSupported; }
 #endif
 
+// What a queue does in the background must not stop another thread's capture of a graph, nor be
+// stopped by it: it concerns no stream of the capture.
+class CaptureGuard {
+ public:
+  CaptureGuard() { exchange(); }
+  ~CaptureGuard() { exchange(); }
+  CaptureGuard(const CaptureGuard&) = delete;
+  CaptureGuard& operator=(const CaptureGuard&) = delete;
+
+ private:
+  void exchange() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeThreadLocal;
+};
+
+// Memory of the host that the device cannot read.
+bool is_pageable(const void* data) {
+  cudaPointerAttributes attributes{};
+  check_cuda(cudaPointerGetAttributes(&attributes, data), "cudaPointerGetAttributes");
+  return attributes.type == cudaMemoryTypeUnregistered;
+}
+
 bool is_unsupported(cudaError_t error) {
   return error == cudaErrorNotSupported || error == cudaErrorCallRequiresNewerDriver;
 }
@@ -66,6 +88,7 @@ class CudaCopier : public copy_impl::Copier {
   }
 
   Event issue(std::span<const CopySegment> segments, const Event& after) override {
+    const CaptureGuard capture;
     const DeviceGuard guard(device_);
     try {
       if (after) {
@@ -81,6 +104,7 @@ class CudaCopier : public copy_impl::Copier {
   }
 
   void wait(const Event& event) override {
+    const CaptureGuard capture;
     const DeviceGuard guard(device_);
     check_cuda(cudaEventSynchronize(static_cast<cudaEvent_t>(event.get())), "cudaEventSynchronize");
   }
@@ -100,12 +124,24 @@ class CudaCopier : public copy_impl::Copier {
       cudaGetLastError();
       has_batched_copy_ = false;  // an older driver than the toolkit
     }
-    launch_copy_segments(segments, StreamLauncher{stream_});
+    std::vector<CopySegment> by_kernel;
+    for (const CopySegment& segment : segments) {
+      if (is_pageable(segment.src) || is_pageable(segment.dst)) {
+        check_cuda(
+            cudaMemcpyAsync(segment.dst, segment.src, static_cast<std::size_t>(segment.bytes),
+                            cudaMemcpyDefault, stream_),
+            "cudaMemcpyAsync");
+      } else {
+        by_kernel.push_back(segment);
+      }
+    }
+    launch_copy_segments(by_kernel, StreamLauncher{stream_});
   }
 
   static Event record(cudaStream_t stream) {
     cudaEvent_t created = nullptr;
-    check_cuda(cudaEventCreateWithFlags(&created, cudaEventDisableTiming),
+    // Blocking: the queue's thread sleeps while it waits.
+    check_cuda(cudaEventCreateWithFlags(&created, cudaEventDisableTiming | cudaEventBlockingSync),
                "cudaEventCreateWithFlags");
     Event event(created, [](void* e) { cudaEventDestroy(static_cast<cudaEvent_t>(e)); });
     check_cuda(cudaEventRecord(created, stream), "cudaEventRecord");

@@ -138,9 +138,11 @@ __device__ inline void solve_triangular(Matrix system, Matrix x, int rows) {
     for (int column = static_cast<int>(threadIdx.x); column < kColumns;
          column += static_cast<int>(blockDim.x)) {
       float solved[kTile];
+      KVSPAN_UNROLL
       for (int i = 0; i < kTile; ++i) {
         float sum = x.data[(first + i) * x.stride + column];
         const float* row = system.data + (first + i) * system.stride + first;
+        KVSPAN_UNROLL
         for (int j = 0; j < i; ++j) sum = fmaf(row[j], solved[j], sum);
         x.data[(first + i) * x.stride + column] = solved[i] = sum;
       }
@@ -150,7 +152,7 @@ __device__ inline void solve_triangular(Matrix system, Matrix x, int rows) {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreadsPerBlock)
+__global__ void __launch_bounds__(kThreadsPerBlock, 2)  // shared memory allows one or two
     gated_delta_kernel(const __grid_constant__ GatedDeltaKernelArgs args) {
 #if defined(__CUDACC__)
   extern __shared__ __align__(32) float shared[];
@@ -242,7 +244,9 @@ __global__ void __launch_bounds__(kThreadsPerBlock)
       const T* at = values + row * args.v_token_stride + column;
       if (is_there && wide) pack = *reinterpret_cast<const Pack<T, kPack, kVectorBytes>*>(at);
       if (is_there && !wide) pack.values[0] = *at;
-      for (int i = 0; i < width; ++i) {
+      KVSPAN_UNROLL
+      for (int i = 0; i < kPack; ++i) {
+        if (i >= width) break;
         float* x = updates.data + row * updates.stride + column + i;
         *x = is_there ? beta[row] * (to_float(pack.values[i]) - prefix[row] * *x) : 0.0f;
       }

@@ -33,12 +33,15 @@ struct ReropeKernelArgs {
   BlockLayout v_layout;
   std::uint32_t num_layers;
   std::uint32_t num_rows;  // block_size * num_kv_heads
-  std::uint32_t num_kv_heads;
   std::uint32_t head_dim;
   std::uint32_t rotary_offset;
-  std::uint32_t num_frequencies;     // rotary_dim / 2
-  std::uint32_t v_accesses_per_row;  // of 16 bytes; 0: values are not moved
+  std::uint32_t num_frequencies;  // rotary_dim / 2
   std::uint32_t num_axes;
+  std::uint32_t num_values;  // accesses of 16 bytes per layer; 0: values are not moved
+  Divisor per_layer[2];      // accesses: of a move to another block, of one in place
+  Divisor rotated_per_row, copied_per_row;  // accesses
+  Divisor num_kv_heads;
+  Divisor v_per_row, v_num_inner;
   bool one_pool;  // source and destination are the same tensors
 
   ReropePools pools[kLayersPerLaunch];
@@ -65,10 +68,6 @@ struct ReropeAccess {
   __host__ __device__ static std::uint32_t copied_per_row(const ReropeKernelArgs& args) {
     return (args.head_dim - 2 * args.num_frequencies) / kCopySize;
   }
-  __host__ __device__ static std::uint32_t num_values(const ReropeKernelArgs& args) {
-    return static_cast<std::uint32_t>(args.v_layout.num_outer * args.v_layout.num_inner) *
-           args.v_accesses_per_row;
-  }
 };
 
 // Rotates one access of a row (of both halves if NeoX); dimension 0 is the first rotated one.
@@ -79,14 +78,22 @@ __device__ inline void rotate_access(const T* src_row, T* dst_row, std::uint32_t
   using Access = ReropeAccess<T, kIsNeox, kIsVector>;
   using Rotated = typename Access::Rotated;
   if constexpr (kIsNeox) {
+    constexpr int kCount = Access::kSize == 1 ? 1 : 2;
     Rotated x_1 = *reinterpret_cast<const Rotated*>(src_row + first);
     Rotated x_2 = *reinterpret_cast<const Rotated*>(src_row + half + first);
     if (rotates) {
-      for (int i = 0; i < Access::kSize; ++i) {
-        const float c = cos_table[first + i], s = sin_table[first + i];
-        const float a = to_float(x_1.values[i]), b = to_float(x_2.values[i]);
-        x_1.values[i] = from_float<T>(a * c - b * s);
-        x_2.values[i] = from_float<T>(b * c + a * s);
+      KVSPAN_UNROLL
+      for (int i = 0; i < Access::kSize; i += kCount) {
+        float a[kCount], b[kCount], out_1[kCount], out_2[kCount];
+        to_floats<kCount>(x_1.values + i, a);
+        to_floats<kCount>(x_2.values + i, b);
+        for (int j = 0; j < kCount; ++j) {
+          const float c = cos_table[first + i + j], s = sin_table[first + i + j];
+          out_1[j] = a[j] * c - b[j] * s;
+          out_2[j] = b[j] * c + a[j] * s;
+        }
+        from_floats<kCount>(out_1, x_1.values + i);
+        from_floats<kCount>(out_2, x_2.values + i);
       }
     }
     *reinterpret_cast<Rotated*>(dst_row + first) = x_1;
@@ -94,11 +101,13 @@ __device__ inline void rotate_access(const T* src_row, T* dst_row, std::uint32_t
   } else {
     Rotated x = *reinterpret_cast<const Rotated*>(src_row + first);
     if (rotates) {
+      KVSPAN_UNROLL
       for (int i = 0; i < Access::kSize; i += 2) {
         const float c = cos_table[(first + i) / 2], s = sin_table[(first + i) / 2];
-        const float a = to_float(x.values[i]), b = to_float(x.values[i + 1]);
-        x.values[i] = from_float<T>(a * c - b * s);
-        x.values[i + 1] = from_float<T>(b * c + a * s);
+        float pair[2];
+        to_floats<2>(x.values + i, pair);
+        const float out[2] = {pair[0] * c - pair[1] * s, pair[1] * c + pair[0] * s};
+        from_floats<2>(out, x.values + i);
       }
     }
     *reinterpret_cast<Rotated*>(dst_row + first) = x;
@@ -129,23 +138,26 @@ __global__ void __launch_bounds__(kThreadsPerBlock)
   const std::int64_t dst_block = args.dst_blocks[blockIdx.x];
   // Rotated accesses come first, then copied ones, then values; in place, only the first.
   const bool in_place = args.one_pool && src_block == dst_block;
-  const std::uint32_t rotated_per_row = Access::rotated_per_row(args);
-  const std::uint32_t copied_per_row = Access::copied_per_row(args);
-  const std::uint32_t num_rotated = args.num_rows * rotated_per_row;
-  const std::uint32_t num_keys = num_rotated + (in_place ? 0 : args.num_rows * copied_per_row);
-  const std::uint32_t per_layer = num_keys + (in_place ? 0 : Access::num_values(args));
-  const std::uint32_t num_accesses = per_layer * args.num_layers;
+  const std::uint32_t num_rotated = args.num_rows * Access::rotated_per_row(args);
+  const std::uint32_t num_keys =
+      num_rotated + (in_place ? 0 : args.num_rows * Access::copied_per_row(args));
+  const Divisor per_layer = args.per_layer[in_place ? 1 : 0];
+  const std::int64_t k_src_block = src_block * args.src_block_stride;
+  const std::int64_t k_dst_block = dst_block * args.dst_block_stride;
+  const std::uint32_t num_accesses =
+      (num_keys + (in_place ? 0 : args.num_values)) * args.num_layers;
   for (std::uint32_t item = blockIdx.y * blockDim.x + threadIdx.x; item < num_accesses;
        item += gridDim.y * blockDim.x) {
-    const ReropePools& pools = args.pools[item / per_layer];
-    const std::uint32_t access = item % per_layer;
+    const std::uint32_t layer = per_layer.quotient(item);
+    const std::uint32_t access = per_layer.remainder(item, layer);
+    const ReropePools& pools = args.pools[layer];
     if (access >= num_keys) {
       using Value = Pack<unsigned char, kVectorBytes, kVectorBytes>;
       const std::uint32_t value = access - num_keys;
-      const std::uint32_t row = value / args.v_accesses_per_row;
-      const std::int64_t byte = std::int64_t{value % args.v_accesses_per_row} * kVectorBytes;
-      const auto num_inner = static_cast<std::uint32_t>(args.v_layout.num_inner);
-      const std::int64_t outer = row / num_inner, inner = row % num_inner;
+      const std::uint32_t row = args.v_per_row.quotient(value);
+      const std::int64_t byte = std::int64_t{args.v_per_row.remainder(value, row)} * kVectorBytes;
+      const std::uint32_t outer = args.v_num_inner.quotient(row);
+      const std::uint32_t inner = args.v_num_inner.remainder(row, outer);
       *reinterpret_cast<Value*>(pools.v_dst + dst_block * args.v_dst_block_bytes +
                                 outer * args.v_layout.dst_outer_bytes +
                                 inner * args.v_layout.dst_inner_bytes + byte) =
@@ -156,20 +168,21 @@ __global__ void __launch_bounds__(kThreadsPerBlock)
     }
     const bool is_rotated = access < num_rotated;
     const std::uint32_t in_part = is_rotated ? access : access - num_rotated;
-    const std::uint32_t per_row = is_rotated ? rotated_per_row : copied_per_row;
-    const std::uint32_t row = in_part / per_row;
-    const std::int64_t token = row / args.num_kv_heads;
-    const std::int64_t head = row % args.num_kv_heads;
-    const T* src_row = static_cast<const T*>(pools.k_src) + src_block * args.src_block_stride +
+    const Divisor per_row = is_rotated ? args.rotated_per_row : args.copied_per_row;
+    const std::uint32_t row = per_row.quotient(in_part);
+    const std::uint32_t in_row = per_row.remainder(in_part, row);
+    const std::uint32_t token = args.num_kv_heads.quotient(row);
+    const std::uint32_t head = args.num_kv_heads.remainder(row, token);
+    const T* src_row = static_cast<const T*>(pools.k_src) + k_src_block +
                        token * args.src_token_stride + head * args.src_head_stride;
-    T* dst_row = static_cast<T*>(pools.k_dst) + dst_block * args.dst_block_stride +
-                 token * args.dst_token_stride + head * args.dst_head_stride;
+    T* dst_row = static_cast<T*>(pools.k_dst) + k_dst_block + token * args.dst_token_stride +
+                 head * args.dst_head_stride;
     if (is_rotated) {
-      rotate_access<T, kIsNeox, kIsVector>(
-          src_row + args.rotary_offset, dst_row + args.rotary_offset,
-          in_part % per_row * Access::kSize, args.num_frequencies, rotates, cos_table, sin_table);
+      rotate_access<T, kIsNeox, kIsVector>(src_row + args.rotary_offset,
+                                           dst_row + args.rotary_offset, in_row * Access::kSize,
+                                           args.num_frequencies, rotates, cos_table, sin_table);
     } else {
-      std::uint32_t first = in_part % per_row * Access::kCopySize;
+      std::uint32_t first = in_row * Access::kCopySize;
       if (first >= args.rotary_offset) first += 2 * args.num_frequencies;
       *reinterpret_cast<Copied*>(dst_row + first) =
           *reinterpret_cast<const Copied*>(src_row + first);

@@ -69,7 +69,7 @@ inline ReropeKernelArgs common_kernel_args(const ReropeArgs& args, const ReropeL
   kernel_args.dst_token_stride = k_dst.strides[1];
   kernel_args.dst_head_stride = k_dst.strides[2];
   kernel_args.num_rows = static_cast<std::uint32_t>(k_src.shape[1] * k_src.shape[2]);
-  kernel_args.num_kv_heads = static_cast<std::uint32_t>(k_src.shape[2]);
+  kernel_args.num_kv_heads = Divisor(k_src.shape[2]);
   kernel_args.head_dim = static_cast<std::uint32_t>(k_src.shape[3]);
   kernel_args.rotary_offset = static_cast<std::uint32_t>(args.rotary_offset);
   kernel_args.num_frequencies = static_cast<std::uint32_t>(layer.inv_freq.size());
@@ -79,8 +79,9 @@ inline ReropeKernelArgs common_kernel_args(const ReropeArgs& args, const ReropeL
     kernel_args.v_src_block_bytes = layer.v_src.strides[0] * layer.v_src.dtype.size_bytes();
     kernel_args.v_dst_block_bytes = layer.v_dst.strides[0] * layer.v_dst.dtype.size_bytes();
     kernel_args.v_layout = make_block_layout(layer.v_src, layer.v_dst);
-    kernel_args.v_accesses_per_row =
-        static_cast<std::uint32_t>(kernel_args.v_layout.row_bytes / kVectorBytes);
+    kernel_args.v_per_row = Divisor(kernel_args.v_layout.row_bytes / kVectorBytes);
+    kernel_args.v_num_inner = Divisor(kernel_args.v_layout.num_inner);
+    kernel_args.num_values = static_cast<std::uint32_t>(block_bytes(layer.v_src) / kVectorBytes);
   }
   std::copy(layer.inv_freq.begin(), layer.inv_freq.end(), kernel_args.inv_freq);
   std::copy(args.axes.begin(), args.axes.end(), kernel_args.axes);
@@ -99,10 +100,14 @@ void launch_rerope_as(const ReropeArgs& args, std::span<const ReropeLayer> layer
                    "k_src: expected blocks of at most ", kMost / kLayersPerLaunch,
                    " bytes with their values, got ", block_bytes(k_src) + value_bytes);
   ReropeKernelArgs kernel_args = common_kernel_args(args, layers[0]);
-  const std::int64_t per_layer =
-      std::int64_t{kernel_args.num_rows} *
-          (Access::rotated_per_row(kernel_args) + Access::copied_per_row(kernel_args)) +
-      Access::num_values(kernel_args);
+  const std::int64_t num_rows = kernel_args.num_rows;
+  const std::int64_t rotated = Access::rotated_per_row(kernel_args);
+  const std::int64_t copied = Access::copied_per_row(kernel_args);
+  const std::int64_t per_layer = num_rows * (rotated + copied) + kernel_args.num_values;
+  kernel_args.rotated_per_row = Divisor(rotated);
+  kernel_args.copied_per_row = Divisor(copied);
+  kernel_args.per_layer[0] = Divisor(per_layer);
+  kernel_args.per_layer[1] = Divisor(num_rows * rotated);
   const std::size_t num_moves = args.src_blocks.size();
   const auto num_axes = static_cast<std::size_t>(args.num_axes);
   for (std::size_t layer = 0; layer < layers.size(); layer += kLayersPerLaunch) {
@@ -120,7 +125,7 @@ void launch_rerope_as(const ReropeArgs& args, std::span<const ReropeLayer> layer
       std::copy_n(args.dst_blocks.begin() + first, count, kernel_args.dst_blocks);
       std::copy_n(args.deltas.begin() + first * num_axes, count * num_axes, kernel_args.deltas);
       const std::int64_t num_accesses = per_layer * static_cast<std::int64_t>(num_layers);
-      unsigned slices = num_slices(num_accesses, 4 * kAccessesPerThread);
+      unsigned slices = num_slices(num_accesses, 2 * kAccessesPerThread);
       if (static_cast<std::int64_t>(count) * slices < kMinThreadBlocks) {
         slices = num_slices(num_accesses);
       }

@@ -106,5 +106,53 @@ TEST(BlockCopyKernelTest, GivesTheBytesOfTheCpu) {
   }
 }
 
+// Blocks onto themselves take no launch, and launches are filled across them.
+TEST(BlockCopyKernelTest, ManyMovesWithinOnePool) {
+  const std::int64_t num_moves = cuda::kCopyMovesPerLaunch + 40;
+  auto on_shim = test::make_bytes(2 * num_moves * 16, 3), on_cpu = on_shim;
+  std::vector<std::int64_t> from(num_moves), to(num_moves);
+  for (std::int64_t i = 0; i < num_moves; ++i) {
+    from[i] = i;
+    to[i] = i % 3 == 0 ? i : num_moves + i;
+  }
+  BlockCopyArgs args;
+  args.src_blocks = from;
+  args.dst_blocks = to;
+  int launches = 0;
+  const auto count = [&](void (*kernel)(cuda::BlockCopyKernelArgs), unsigned grid_x,
+                         unsigned grid_y, const cuda::BlockCopyKernelArgs& kernel_args) {
+    ++launches;
+    cuda::HostLauncher{2}(kernel, grid_x, grid_y, kernel_args);
+  };
+  args.src = args.dst = test::make_view(on_shim.data(), kInt32, {2 * num_moves, 1, 1, 4});
+  cuda::launch_block_copy(args, count);
+  args.src = args.dst = test::make_view(on_cpu.data(), kInt32, {2 * num_moves, 1, 1, 4});
+  cpu::copy_blocks(args);
+  EXPECT_EQ(on_shim, on_cpu);
+  EXPECT_EQ(launches, 1);
+  args.dst_blocks = from;
+  cuda::launch_block_copy(args, count);
+  EXPECT_EQ(launches, 1);
+}
+
+TEST(DivisorTest, DividesAllNumbersBelowTheLimit) {
+  constexpr std::uint32_t kMost = (1u << 31) - 1;
+  for (std::uint32_t by : {1u, 2u, 3u, 5u, 7u, 8u, 24u, 641u, 3072u, 65535u, 65537u, 1u << 30,
+                           (1u << 30) + 1, kMost - 1, kMost}) {
+    const cuda::Divisor divisor(by);
+    for (std::uint64_t around : {std::uint64_t{0}, std::uint64_t{by}, std::uint64_t{by} * 12345,
+                                 kMost / by * std::uint64_t{by}, std::uint64_t{kMost}}) {
+      for (int off = -2; off <= 2; ++off) {
+        const std::uint64_t n = around + static_cast<std::uint64_t>(off);
+        if (n > kMost) continue;
+        const auto number = static_cast<std::uint32_t>(n);
+        const std::uint32_t quotient = divisor.quotient(number);
+        ASSERT_EQ(quotient, number / by) << number << " / " << by;
+        ASSERT_EQ(divisor.remainder(number, quotient), number % by);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kvspan

@@ -1,0 +1,40 @@
+# Fails if a kernel that moves blocks accesses memory by less than 16 bytes at a time, or divides
+# integers, which takes a device some twenty instructions. Looks at PTX, for which nvcc is enough.
+#   NVCC, SOURCE, INCLUDES, HOST_COMPILER
+set(_includes ${INCLUDES})
+list(TRANSFORM _includes PREPEND "-I")
+if(HOST_COMPILER)
+  set(HOST_COMPILER "-ccbin=${HOST_COMPILER}")
+endif()
+execute_process(
+  COMMAND "${NVCC}" -std=c++20 ${HOST_COMPILER} --fmad=false ${_includes} -arch=compute_80 -ptx
+    "${SOURCE}" -o -
+  OUTPUT_VARIABLE _ptx ERROR_VARIABLE _error RESULT_VARIABLE _result)
+if(NOT _result EQUAL 0)
+  message(FATAL_ERROR "${NVCC} failed on ${SOURCE}: ${_error}")
+endif()
+string(REPLACE ";" "" _ptx "${_ptx}")
+string(REPLACE "[" "" _ptx "${_ptx}")
+string(REPLACE "]" "" _ptx "${_ptx}")
+string(REPLACE ".visible .entry " ";" _kernels "${_ptx}")
+set(_checked 0)
+foreach(_kernel IN LISTS _kernels)
+  string(REGEX MATCH "^[A-Za-z0-9_]+" _name "${_kernel}")
+  # Of both, the templates for aligned rows; the others are for all else.
+  if(NOT _name MATCHES "rerope_kernelI.*Lb[01]ELb1EE|block_copy_kernelILi16E")
+    continue()
+  endif()
+  math(EXPR _checked "${_checked} + 1")
+  string(REGEX MATCHALL "(ld|st)\\.global[.a-z0-9]*" _accesses "${_kernel}")
+  list(LENGTH _accesses _count)
+  list(FILTER _accesses EXCLUDE REGEX "\\.v4\\.[buf]32$")
+  if(_count LESS 2 OR _accesses)
+    message(SEND_ERROR "${_name}: expected accesses of 16 bytes, got ${_count}, with ${_accesses}")
+  endif()
+  if(_kernel MATCHES "(div|rem)\\.[us](16|32|64)[^\n]*")
+    message(SEND_ERROR "${_name}: expected no division of integers, got ${CMAKE_MATCH_0}")
+  endif()
+endforeach()
+if(NOT _checked EQUAL 11)
+  message(SEND_ERROR "expected 10 kernels of rerope and 1 of block copies, got ${_checked}")
+endif()
