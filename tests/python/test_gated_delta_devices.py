@@ -8,15 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvspan import _core, ops, reference_gated_delta
+from devices import DEVICES, stream_of
+from kvspan import ops, reference_gated_delta
 
-DEVICES = ["cpu", "cuda"] if _core.cuda_device_count() and torch.cuda.is_available() else ["cpu"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LENGTHS = (65, 0, 1, 130, 64)
-
-
-def stream(device: str) -> int:
-    return int(torch.cuda.current_stream().cuda_stream) if device == "cuda" else 0
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -52,7 +48,7 @@ def test_gated_delta(layout: str, dtype: str, device: str) -> None:
         out=out,
         cu_seqlens=bounds,
         state_layout=layout,
-        stream=stream(device),
+        stream=stream_of(device),
     )
     assert_close(out, expected_out)
     assert_close(state, expected_state)
@@ -61,7 +57,7 @@ def test_gated_delta(layout: str, dtype: str, device: str) -> None:
         initial_state=initial.to(device),
         cu_seqlens=bounds,
         state_layout=layout,
-        stream=stream(device),
+        stream=stream_of(device),
     )
     assert torch.equal(only, state)
 
@@ -71,11 +67,11 @@ def test_continuing_at_a_chunk_gives_the_bits_of_not_stopping(device: str) -> No
     random = torch.Generator().manual_seed(0)
     k, v = (torch.randn(193, 2, 64, generator=random).bfloat16().to(device) for _ in range(2))
     g, beta = (-torch.rand(193, 2, generator=random).to(device) for _ in range(2))
-    whole = ops.gated_delta_state(k, v, g, -beta, stream=stream(device))
+    whole = ops.gated_delta_state(k, v, g, -beta, stream=stream_of(device))
     parts = None
     for rows in (slice(0, 64), slice(64, 192), slice(192, 193)):
         parts = ops.gated_delta_state(
-            k[rows], v[rows], g[rows], -beta[rows], initial_state=parts, stream=stream(device)
+            k[rows], v[rows], g[rows], -beta[rows], initial_state=parts, stream=stream_of(device)
         )
     assert torch.equal(whole, parts)
 
@@ -98,7 +94,7 @@ def test_causal_conv1d(dtype: str, device: str) -> None:
             bias.to(device),
             state=found_state,
             cu_seqlens=bounds,
-            stream=stream(device),
+            stream=stream_of(device),
         )
         expected, _ = reference_gated_delta.causal_conv1d(
             x.double(), weight.double(), bias.double(), state=expected_state, cu_seqlens=bounds
