@@ -122,9 +122,7 @@ def test_layers(value_dim: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("row", [1, 2, 3, 12, 16, 40])
-@pytest.mark.parametrize(
-    "dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str
-)
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64"])
 def test_copy_blocks(dtype: str, row: int, device: str) -> None:
     count = 300
     src = torch.arange(count * 3 * 2 * row).to(getattr(torch, dtype)).reshape(count, 3, 2, row)
