@@ -15,6 +15,8 @@ CPP_BUILD := build/cpp-tests
 CMAKE_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+# Test modules side by side, of one thread each; every one takes about 1 GiB.
+PYTEST_JOBS ?= $(shell echo $$(($(JOBS) < 4 ? $(JOBS) : 4)))
 BENCH_ARGS ?=
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -46,7 +48,7 @@ test-cpp: system-test $(VENV)/.cmake
 	ctest --test-dir $(CPP_BUILD) --output-on-failure --parallel $(JOBS)
 
 test-python: system-test $(VENV)/.test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 bench: system-bench $(VENV)/.demo
 	cmake -S . -B build/bench -DKVSPAN_BUILD_BENCH=ON -DKVSPAN_BUILD_PYTHON=OFF $(CMAKE_ARGS)
