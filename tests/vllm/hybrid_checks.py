@@ -72,7 +72,7 @@ class States(Protocol):
 
 def state_bytes(replayer: Any, position: int, table: Any) -> bytes:
     """A request's state on the device."""
-    states = replayer.states(position, table)
+    states = replayer.states.tensors(table, position)
     return b"".join(s.contiguous().cpu().view(torch.uint8).numpy().tobytes() for s in states)
 
 
@@ -87,7 +87,9 @@ class Watched:
 
         def restore_and_look(plan: Any) -> None:
             restore(plan)
-            self.restored.append(state_bytes(replayer, plan.length, replayer._destination(plan)))
+            self.restored.append(
+                state_bytes(replayer, plan.length, replayer.states.destination(plan))
+            )
 
         monkeypatch.setattr(replayer, "restore", restore_and_look)
 

@@ -43,7 +43,7 @@ def olmo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HybridServed]:
 def states(served: HybridServed, held: bytes) -> dict[int, torch.Tensor]:
     """By layer, the recurrent state of what `Watched` saw."""
     found, at = {}, 0
-    for layer, module in served.replayer._linear.items():
+    for layer, module in served.replayer.states.modules.items():
         for part in module.kv_cache:
             one = part[0]
             size = one.numel() * one.element_size()

@@ -67,7 +67,7 @@ def test_convolutions_of_an_approximate_tail(
         served.llm.reset_prefix_cache()
     (answer,) = served.ask([BASE[:777] + tokens(6, SUFFIX)], 1)
     assert (answer.cached, answer.replay["exact"]) == (777, True)
-    layers = served.replayer._linear
+    layers = served.replayer.states.modules
     at = 0
     rough, exact = (torch.frombuffer(bytearray(held), dtype=torch.float32)
                     for held in watched.restored)  # fmt: skip

@@ -7,7 +7,6 @@ they rebuild has the bits of an ordinary prefill of the same tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -28,6 +27,7 @@ from kvspan.vllm.hybrid.loading import Loading, Pieces, StagedLoading
 from kvspan.vllm.hybrid.orders import Restore, StateCopy, Table, Work
 from kvspan.vllm.hybrid.raw import in_memory_order
 from kvspan.vllm.hybrid.reads import Reads
+from kvspan.vllm.hybrid.recurrent import RecurrentStates
 from kvspan.vllm.hybrid.running import GroupRunner
 from kvspan.vllm.hybrid.saving import Places, Rows, Saving, StagedSaving
 from kvspan.vllm.hybrid.store import Bytes, Geometry
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvspan.host.pages import Spans
-
-NULL_BLOCK = 0  # vLLM's stand-in for blocks that a request does not need
 
 
 @dataclass
@@ -73,11 +71,6 @@ class Replayer:
     STAGED: ClassVar[bool | None] = None
 
     def __post_init__(self) -> None:
-        self._group_of = {
-            name: gid
-            for gid, group in enumerate(self.caches.kv_cache_groups)
-            for name in group.layer_names
-        }
         self._attention = next(
             gid
             for gid, group in enumerate(self.caches.kv_cache_groups)
@@ -93,17 +86,18 @@ class Replayer:
         layers = layer_map([layer.layer_type for layer in model.layers])
         self.groups, self.streams = layers.groups, layers.streams
         self.hidden_size = model.config.hidden_size
-        self._linear = {
+        linear = {
             index: layer.linear_attn
             for index, layer in enumerate(model.layers)
             if layer.layer_type == LINEAR
         }
+        self.states = RecurrentStates(linear, self.caches)
         self._runners = {
             group: GroupRunner(self.config, model, group, self.capture) for group in self.groups
         }
         for runner in self._runners.values():
             runner.warm_up(self.hidden_size * (1 + self.pair), self.config.model_config.dtype)
-        self._gates = Gates(self.capture, self._linear) if self.geometry.cells else None
+        self._gates = Gates(self.capture, linear) if self.geometry.cells else None
         self._reads = self._make_reads()
         self.saving = self._make_saving()
         self.loading = self._make_loading()
@@ -115,7 +109,8 @@ class Replayer:
         places = Places(self.geometry, self.rank, self._page, self._reads.own)
         if not self._is_staged():
             return Saving(places)
-        parts = [part[0].nbytes for module in self._linear.values() for part in module.kv_cache]
+        modules = self.states.modules.values()
+        parts = [part[0].nbytes for module in modules for part in module.kv_cache]
         least = max(self.geometry.block_bytes, self.geometry.row_bytes, *parts)
         staging = self.capture.staging
         if staging is None or len(staging) < least:
@@ -123,7 +118,7 @@ class Replayer:
         return StagedSaving(places, staging, CopyQueue(str(self.device)))
 
     def _make_reads(self) -> Reads:
-        edge = max(module.conv_kernel_size for module in self._linear.values()) - 1
+        edge = max(module.conv_kernel_size for module in self.states.modules.values()) - 1
         most = {group: runner.most for group, runner in self._runners.items()}
         return Reads(
             self.geometry, self.rank, self.groups, self.streams, most, edge, self._page, self._at
@@ -139,18 +134,6 @@ class Replayer:
         if ring is None or len(ring) < least:
             ring = torch.empty(least, dtype=torch.uint8, device=self.device)
         return StagedLoading(ring)
-
-    def _slots(self, table: Table, position: int) -> dict[int, int]:
-        """`_slot` of every layer."""
-        return {layer: self._slot(layer, table, position) for layer in self._linear}
-
-    def _slot(self, layer: int, table: Table, position: int) -> int:
-        """The block with the layer's state once `position` tokens have been run."""
-        gid = self._group_of[self._linear[layer].prefix]
-        spec = self.caches.kv_cache_groups[gid].kv_cache_spec
-        assert isinstance(spec, MambaSpec)
-        column = 0 if spec.mamba_cache_mode == "none" else (position - 1) // spec.block_size
-        return table[gid][column]
 
     # Capture.
 
@@ -189,7 +172,7 @@ class Replayer:
         for part, (_, work) in zip(parts, works, strict=True):
             if work.seen is not None:
                 position, table = work.seen
-                norms = self._gates.norms(self._slots(table, position)).cpu().numpy()
+                norms = self._gates.norms(self.states.slots(table, position)).cpu().numpy()
                 for page, _, _ in part.pages:
                     np.copyto(cells.norms(page, self.rank), norms)
 
@@ -197,21 +180,8 @@ class Replayer:
         assert self.memory is not None
         return self.memory[at : at + self.geometry.page_bytes]
 
-    def states(
-        self, position: int, table: Table, layers: Sequence[int] | None = None
-    ) -> list[torch.Tensor]:
-        """The tensors that are this rank's state of a request after `position` tokens.
-
-        layers: in order; None: all.
-        """
-        return [
-            part[self._slot(layer, table, position)]
-            for layer in (self._linear if layers is None else layers)
-            for part in self._linear[layer].kv_cache
-        ]
-
     def keep_state(self, copy: StateCopy) -> None:
-        self.saving.state(copy.spans, self.states(copy.position, copy.table))
+        self.saving.state(copy.spans, self.states.tensors(copy.table, copy.position))
 
     def _at(self, spans: Spans) -> Pieces:
         assert self.memory is not None
@@ -243,11 +213,11 @@ class Replayer:
         if plan.begun is not None:
             self._continue_page(plan, plan.begun)
         if plan.keep is not None:
-            self.keep_state(StateCopy(plan.length, self._destination(plan), plan.keep))
+            self.keep_state(StateCopy(plan.length, self.states.destination(plan), plan.keep))
         for number, spans in plan.keep_parts.items():
             layers = self.groups[number].layers
-            states = self.states(plan.length, self._destination(plan), layers)
-            self.saving.state(spans, states)
+            table = self.states.destination(plan)
+            self.saving.state(spans, self.states.tensors(table, plan.length, layers))
 
     def join(self) -> None:
         """The pass may read the KV of all restores since the last call."""
@@ -289,21 +259,6 @@ class Replayer:
             )
             geometry.cells.cut(gates, offset, self.rank)
 
-    def _destination(self, plan: Restore) -> Table:
-        """The request's blocks, such that the state at plan.length goes where the pass looks.
-
-        In mode "align" the step's preparation, which has run by now, has moved on to the block in
-        which this step ends.
-        """
-        table = []
-        for gid, blocks in enumerate(plan.table):
-            spec = self.caches.kv_cache_groups[gid].kv_cache_spec
-            if isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "none":
-                column = (plan.length + plan.scheduled - 1) // spec.block_size
-                blocks = [blocks[column]] * len(blocks)
-            table.append(blocks)
-        return tuple(table)
-
     def _copy_kv(self, plan: Restore, after: Stream) -> CopyJob | None:
         """Begin to copy all KV that the device does not have, one submission for all layers.
 
@@ -337,22 +292,22 @@ class Replayer:
         return hidden.contiguous(), residual.contiguous()
 
     def _restore_states(self, plan: Restore) -> None:
-        table = self._destination(plan)
+        table = self.states.destination(plan)
         for number in range(len(self.groups)):
             start, state = self._reads.begins(plan, number)
             self._restore_group(plan, number, start, state, table)
             if plan.bounds is not None:
                 self._keep_bound(plan, number, plan.bounds, table)
         if self._gates is not None:
-            self._gates.saw(self._slots(table, plan.length))
-        self._fill_boundary(plan, table)
+            self._gates.saw(self.states.slots(table, plan.length))
+        self.states.fill_boundary(plan, table)
 
     def _keep_bound(self, plan: Restore, number: int, bounds: Bounds, table: Table) -> None:
         """Replay a group exactly where its state is so small that the bound does not hold."""
         group, part = self.groups[number], bounds.groups[number]
         if not part.bound or self._gates is None:
             return
-        slots = {layer: self._slot(layer, table, plan.length) for layer in group.layers}
+        slots = self.states.slots(table, plan.length, group.layers)
         squares = self._gates.norms(slots).square().sum(1)
         if self.geometry.ranks > 1:  # what one replays, all must
             squares = tensor_model_parallel_all_reduce(squares)
@@ -365,35 +320,18 @@ class Replayer:
         """state: what is kept of it at `start`, as `Saving.state` left it; None: zero."""
         group, at = self.groups[number], 0
         held = None if state is None else self.loading.read(state)
-        for layer in group.layers:
-            slot = self._slot(layer, table, plan.length)
-            for part in self._linear[layer].kv_cache:
-                into = part[slot]
-                if held is None:
-                    into.zero_()
-                    continue
-                count = into.numel() * into.element_size()
-                into.copy_(held[at : at + count].view(into.dtype).view(into.shape))
-                at += count
+        for into in self.states.tensors(table, plan.length, group.layers):
+            if held is None:
+                into.zero_()
+                continue
+            count = into.numel() * into.element_size()
+            into.copy_(held[at : at + count].view(into.dtype).view(into.shape))
+            at += count
         if plan.zero or start == plan.length:
             return
         if state is None and start > 0:
-            self._prime(plan, group, start, self._slot(group.layers[0], table, plan.length))
+            self._prime(plan, group, start, self.states.slot(group.layers[0], table, plan.length))
         self._replay(plan, group, start, table)
-
-    def _fill_boundary(self, plan: Restore, table: Table) -> None:
-        """Mode "align" also keeps the state of a block that ends right at plan.length."""
-        for layer, module in self._linear.items():
-            gid = self._group_of[module.prefix]
-            spec = self.caches.kv_cache_groups[gid].kv_cache_spec
-            assert isinstance(spec, MambaSpec)
-            if spec.mamba_cache_mode == "none" or plan.length % spec.block_size:
-                continue
-            kept = plan.table[gid][plan.length // spec.block_size - 1]
-            slot = self._slot(layer, table, plan.length)
-            if kept != NULL_BLOCK and kept != slot:
-                for part in module.kv_cache:
-                    part[kept].copy_(part[slot])
 
     def _normed(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         hidden, residual = self._split(rows)
@@ -402,7 +340,7 @@ class Replayer:
 
     def _prime(self, plan: Restore, group: Group, start: int, slot: int) -> None:
         """Set the first layer's convolution state from the rows right before the tail."""
-        module = self._linear[group.layers[0]]
+        module = self.states.modules[group.layers[0]]
         width = module.conv_kernel_size - 1
         rows = self._rows(plan, group, self._reads.before(start), start)
         x = self._normed(group.layers[0], rows)
@@ -413,7 +351,7 @@ class Replayer:
 
     def _replay(self, plan: Restore, group: Group, begin: int, table: Table) -> None:
         runner = self._runners[group]
-        slots = [self._slot(layer, table, plan.length) for layer in group.layers]
+        slots = list(self.states.slots(table, plan.length, group.layers).values())
         for start, end in self._reads.runs(group, begin, plan.length):
             if runner.ids:
                 inputs = torch.from_numpy(plan.token_ids[start:end]).to(self.device)
