@@ -293,3 +293,36 @@ def test_threads_load_an_entry_once(tmp_path: Path) -> None:
         stats = tier.stats()
         assert stats.disk is not None
         assert (stats.disk.hits, stats.memory.hits) == (1, 7)
+
+
+def test_files_are_removed_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that hangs holds up neither a removal nor, for long, who clears all."""
+    go_on = threading.Event()
+    unlink = Path.unlink
+
+    def slow(path: Path) -> None:
+        assert threading.current_thread() is not threading.main_thread() and go_on.wait(60)
+        unlink(path)
+
+    stored(tmp_path, b"a", b"b")
+    monkeypatch.setattr("kvspan.host.tier._CLEAR_S", 0.01)
+    with open_tier(tmp_path) as tier:
+        monkeypatch.setattr(Path, "unlink", slow)
+        tier.remove(b"a")
+        assert b"a" not in tier and b"b" in tier
+        assert tier.put(b"a", content(b"new"), cost=1), "it may be stored again at once"
+        with caplog.at_level(logging.WARNING):
+            tier.clear()
+        assert "files were not removed in 0.01 s" in caplog.text and not tier.stored_keys()
+        assert len(list(tmp_path.glob("*/*.kv"))) == 2
+        assert tier.put(b"b", content(b"other"), cost=1)
+        go_on.set()
+        tier.flush()
+        monkeypatch.undo()
+        (left,) = tmp_path.glob("*/*.kv")
+        assert left == file_of(tmp_path, b"b") and fetch(tier, b"b") == content(b"other")
+        assert tier.held_bytes()[1] == left.stat().st_size
+        tier.clear()
+        assert not list(tmp_path.glob("*/*.kv")), "where the disk answers, they are gone at once"

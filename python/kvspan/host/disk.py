@@ -27,18 +27,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import logging
 import os
-import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvspan.errors import KvspanError, one_line
-from kvspan.host import files
+from kvspan.errors import KvspanError
+from kvspan.host import files, folder_lock
 from kvspan.host.eviction import EvictionOrder
 from kvspan.host.files import FileInfo, Ignored
 from kvspan.host.pages import Bytes
@@ -46,7 +44,6 @@ from kvspan.host.stats import LevelStats
 
 _TEMPORARY = ".tmp-"
 _SUFFIX = ".kv"
-_LOCK = "lock"
 
 _log = logging.getLogger("kvspan.host")
 
@@ -98,9 +95,9 @@ class DiskLevel:
         try:
             if not read_only:
                 self.path.mkdir(parents=True, exist_ok=True)
-                self._own()
+                self._lock_file = folder_lock.own(self.path)
             self._scan()
-            self._remove_doomed()
+            self.sweep()
         except OSError as error:
             self.close()
             raise KvspanError(f"cannot use {self.path} as host tier: {error.strerror}") from error
@@ -155,7 +152,7 @@ class DiskLevel:
             self._drop_other(self._path(key))
             self._make_room(file.file_bytes)
             self._bytes += file.file_bytes  # so that other writers do not take the same room
-        self._remove_doomed()
+        self.sweep()
         try:
             self._put(self._path(key), head, pieces)
         except OSError as error:
@@ -202,12 +199,25 @@ class DiskLevel:
                 self._order.push(key, file.worth)
         return True
 
-    def remove(self, key: bytes) -> None:
-        """Removes an entry, if it is there."""
+    def discard(self, key: bytes) -> bool:
+        """Forgets an entry; its file goes with the next :meth:`sweep`.
+
+        Returns:
+            Whether it was there.
+        """
         with self._lock:
-            if key in self._files and not self.read_only:
+            found = key in self._files and not self.read_only
+            if found:
                 self._drop(key)
-        self._remove_doomed()
+        return found
+
+    def sweep(self) -> None:
+        """Removes the files of what was dropped. One that was written anew just then may go with
+        it: it is a miss."""
+        with self._lock:
+            doomed, self._doomed = self._doomed, []
+        for path in doomed:
+            self._unlink(path)
 
     def stats(self) -> LevelStats:
         """A snapshot."""
@@ -230,22 +240,12 @@ class DiskLevel:
         with self._lock:
             return Counter(self._ignored)
 
-    # What follows, but for _own, _scan and what says so, is called with the lock held where it
+    # What follows, but for _scan and what says so, is called with the lock held where it
     # changes anything.
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
         return self.path / name[:2] / (name + _SUFFIX)
-
-    def _own(self) -> None:
-        self._lock_file = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            _take(self._lock_file, self.path, fcntl.LOCK_EX)
-        except KvspanError:
-            self.close()
-            raise
-        os.truncate(self._lock_file, 0)
-        os.pwrite(self._lock_file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
     def _scan(self) -> None:
         others = []
@@ -343,59 +343,12 @@ class DiskLevel:
             self._bytes -= known.file_bytes
             if reason in ("torn", "checksum"):
                 self._doomed.append(self._path(key))
-        self._remove_doomed()
-
-    def _remove_doomed(self) -> None:
-        """Without the lock. A file that was written anew just then may go with it: it is a miss."""
-        with self._lock:
-            doomed, self._doomed = self._doomed, []
-        for path in doomed:
-            self._unlink(path)
+        self.sweep()
 
     def _unlink(self, path: Path) -> None:
         if not self.read_only:
             with contextlib.suppress(OSError):
                 path.unlink()
-
-
-def check_folder(path: str | os.PathLike[str]) -> None:
-    """Whether a `DiskLevel` that writes could be opened there now, as far as can be told without
-    making anything.
-
-    Raises:
-        KvspanError: if it could not.
-    """
-    place = Path(path)
-    try:
-        handle = os.open(place / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        parent = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise KvspanError(
-                f"cannot use {place} as host tier: may not write to {parent}"
-            ) from None
-        return
-    except OSError as error:
-        raise KvspanError(f"cannot use {place} as host tier: {error.strerror}") from None
-    try:
-        _take(handle, place, fcntl.LOCK_SH)
-    finally:
-        os.close(handle)
-
-
-def _take(handle: int, path: Path, kind: int) -> None:
-    """Lock a directory's lock file; KvspanError with who has it."""
-    try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            raise
-        told = os.pread(handle, 200, 0).decode(errors="replace")
-        owner = one_line(told) if told.startswith("process ") else "another process"
-        raise KvspanError(
-            f"{path} is in use; expected a folder that no running process keeps entries "
-            f"in; found {owner}; stop that one or name another folder"
-        ) from None
 
 
 def _age(file: os.DirEntry[str]) -> int:

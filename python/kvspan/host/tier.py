@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +18,10 @@ from kvspan.host.reading import DiskReader, Fetch
 from kvspan.host.stats import HostStats
 from kvspan.host.writing import DiskWriter
 
+_CLEAR_S = 5.0  # that clear waits for a disk
 _MAX_KEY_BYTES = 96  # twice as many letters must fit a file's name
+
+_log = logging.getLogger("kvspan.host")
 
 
 class HostTier:
@@ -256,19 +260,30 @@ class HostTier:
             self._memory.unpin(entry)
 
     def remove(self, key: bytes) -> None:
-        """Removes an entry from every level, if it is there, also one that is being read."""
+        """Removes an entry from every level, if it is there, also one that is being read.
+
+        It cannot be found from now on; its file goes in the background."""
         self._check_open()
         self._reader.remove(key)
-        if self._disk:
-            self._disk.remove(key)
+        if self._disk and self._disk.discard(key) and self._writer:
+            self._writer.sweep()
 
     def clear(self) -> None:
-        """Removes all entries that can be found, or are being read."""
+        """Removes all entries that can be found, or are being read.
+
+        Their files are gone as well when this returns, unless the disk does not answer for some
+        seconds: they go later then.
+        """
         for key in {*self.stored_keys(), *self._reader.keys()}:
             self.remove(key)
+        if self._writer:
+            self._writer.sweep()  # also after what is being written just now
+            if not self._writer.swept(_CLEAR_S):
+                _log.warning("host tier: files were not removed in %g s; they go later", _CLEAR_S)
 
     def flush(self) -> None:
-        """Returns once all that was stored before is on disk, or refused there."""
+        """Returns once all that was stored before is on disk, or refused there, and the files of
+        what was removed are gone."""
         if self._writer:
             self._writer.flush()
 

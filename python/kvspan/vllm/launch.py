@@ -266,7 +266,7 @@ def serve(
     launch = plan(model, given.settings)
     check_for(model, given, flags)
     if folder := given.settings.get("disk"):  # before a model is loaded for nothing
-        from kvspan.host.disk import check_folder
+        from kvspan.host.folder_lock import check_folder
 
         try:
             check_folder(folder)

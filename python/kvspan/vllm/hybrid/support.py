@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvspan.errors import KvspanError, UsageError
 from kvspan.host import HostTier
-from kvspan.host.disk import check_folder
+from kvspan.host.folder_lock import check_folder
 from kvspan.hybrid.groups import LINEAR, layer_map
 from kvspan.ops import digest_fields
 from kvspan.vllm import HYBRIDS
