@@ -11,7 +11,7 @@
 
 namespace kvspan::cuda {
 
-constexpr int kCopyMovesPerLaunch = 192;
+constexpr int kCopyMovesPerLaunch = kLargeParameters ? 1024 : 192;
 
 struct BlockCopyKernelArgs {
   const char* src;
@@ -23,7 +23,7 @@ struct BlockCopyKernelArgs {
   std::int64_t src_blocks[kCopyMovesPerLaunch];
   std::int64_t dst_blocks[kCopyMovesPerLaunch];
 };
-static_assert(sizeof(BlockCopyKernelArgs) <= 4096, "kernel parameters are limited to 4 KB");
+static_assert(sizeof(BlockCopyKernelArgs) <= kMaxParameterBytes);
 
 template <int kBytes>
 __global__ void __launch_bounds__(kThreadsPerBlock)

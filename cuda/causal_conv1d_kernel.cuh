@@ -30,7 +30,7 @@ struct ConvKernelArgs {
   bool silu;
   std::int64_t cu_seqlens[kConvSequencesPerLaunch + 1];
 };
-static_assert(sizeof(ConvKernelArgs) <= 4096, "kernel parameters are limited to 4 KB");
+static_assert(sizeof(ConvKernelArgs) <= 4096, "what kernel parameters may take everywhere");
 
 // Input `token` of a sequence from `begin` on; before it, what the state carries.
 template <typename T>

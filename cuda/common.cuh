@@ -4,10 +4,11 @@
 // host_shim.h, so that the tests run the very same body on a machine without a GPU. Whoever
 // includes a kernel header picks one by including <cuda_runtime.h> or host_shim.h first.
 //
-// Moves travel as kernel parameters (4 KB at most), many to a launch: no device memory is
-// allocated, nothing is copied to the device and nothing synchronises.
+// Moves travel as kernel parameters, many to a launch: no device memory is allocated, nothing is
+// copied to the device and nothing synchronises.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -26,6 +27,15 @@
 #endif
 
 namespace kvspan::cuda {
+
+// What parameters may take. 32,764 bytes need CUDA 12.1 and a driver to match, which every driver
+// of CUDA 13 does; few large launches leave fewer ends at which a device runs empty.
+#if defined(CUDART_VERSION) && CUDART_VERSION < 13000
+constexpr bool kLargeParameters = false;
+#else
+constexpr bool kLargeParameters = true;
+#endif
+constexpr std::size_t kMaxParameterBytes = kLargeParameters ? 32764 : 4096;
 
 constexpr int kThreadsPerBlock = 256;
 // Accesses per thread to aim at when a block is split over thread blocks.

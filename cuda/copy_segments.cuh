@@ -15,7 +15,7 @@ constexpr int kSegmentsPerLaunch = 160;
 struct CopySegmentsKernelArgs {
   CopySegment segments[kSegmentsPerLaunch];
 };
-static_assert(sizeof(CopySegmentsKernelArgs) <= 4096, "kernel parameters are limited to 4 KB");
+static_assert(sizeof(CopySegmentsKernelArgs) <= 4096, "what kernel parameters may take everywhere");
 
 // A segment by gridDim.y thread blocks. Accesses of kBytes where both sides are aligned to them.
 template <int kBytes>

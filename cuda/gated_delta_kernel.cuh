@@ -37,7 +37,7 @@ struct GatedDeltaKernelArgs {
   float scale;
   std::int64_t cu_seqlens[kSequencesPerLaunch + 1];
 };
-static_assert(sizeof(GatedDeltaKernelArgs) <= 4096, "kernel parameters are limited to 4 KB");
+static_assert(sizeof(GatedDeltaKernelArgs) <= 4096, "what kernel parameters may take everywhere");
 
 __host__ __device__ inline int padded_key_dim(int key_dim) {
   return (key_dim + kTile - 1) / kTile * kTile;

@@ -14,9 +14,9 @@
 
 namespace kvspan::cuda {
 
-// What fits, with the rest, within 4 KB of kernel parameters.
-constexpr int kLayersPerLaunch = 24;
-constexpr int kReropeMovesPerLaunch = 96;  // divided by the number of position axes
+// What fits, with the rest, into kernel parameters.
+constexpr int kLayersPerLaunch = kLargeParameters ? 80 : 20;
+constexpr int kReropeMovesPerLaunch = kLargeParameters ? 1024 : 96;  // by the number of axes
 
 struct ReropePools {
   const void* k_src;  // [num_src_blocks, block_size, num_kv_heads, head_dim]
@@ -51,7 +51,7 @@ struct ReropeKernelArgs {
   float inv_freq[kMaxFrequencies];
   std::uint8_t axes[kMaxFrequencies];
 };
-static_assert(sizeof(ReropeKernelArgs) <= 4096, "kernel parameters are limited to 4 KB");
+static_assert(sizeof(ReropeKernelArgs) <= kMaxParameterBytes);
 
 // kIsVector: accesses of 16 bytes; else of one element (one pair if interleaved).
 template <typename T, bool kIsNeox, bool kIsVector>

@@ -12,8 +12,9 @@
 
 namespace kvspan::cuda {
 
-// Below this many thread blocks a launch leaves parts of a large GPU idle, so work is cut finer.
-constexpr std::int64_t kMinThreadBlocks = 1024;
+// Long thread blocks fill fewer tables; this many, some ten times what a large GPU holds, keep it
+// busy to the end.
+constexpr std::int64_t kManyThreadBlocks = 8192;
 
 inline bool is_aligned_for_vectors(const TensorView& tensor) {
   const std::int64_t size = tensor.dtype.size_bytes();
@@ -125,9 +126,11 @@ void launch_rerope_as(const ReropeArgs& args, std::span<const ReropeLayer> layer
       std::copy_n(args.dst_blocks.begin() + first, count, kernel_args.dst_blocks);
       std::copy_n(args.deltas.begin() + first * num_axes, count * num_axes, kernel_args.deltas);
       const std::int64_t num_accesses = per_layer * static_cast<std::int64_t>(num_layers);
-      unsigned slices = num_slices(num_accesses, 2 * kAccessesPerThread);
-      if (static_cast<std::int64_t>(count) * slices < kMinThreadBlocks) {
-        slices = num_slices(num_accesses);
+      unsigned slices = 0;
+      for (const int per_thread :
+           {4 * kAccessesPerThread, 2 * kAccessesPerThread, kAccessesPerThread}) {
+        slices = num_slices(num_accesses, per_thread);
+        if (static_cast<std::int64_t>(count) * slices >= kManyThreadBlocks) break;
       }
       launch(&rerope_kernel<T, kIsNeox, kIsVector>, static_cast<unsigned>(count), slices,
              kernel_args);
