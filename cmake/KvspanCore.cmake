@@ -31,9 +31,13 @@ add_library(kvspan_core STATIC
   cpp/src/token_store.cpp
   cpp/src/vector_isa.cpp
   cpp/src/xxh3.cpp)
-target_include_directories(kvspan_core PUBLIC cpp/include PRIVATE cpp/src)
+add_library(kvspan::core ALIAS kvspan_core)
+target_include_directories(kvspan_core
+  PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/cpp/include> $<INSTALL_INTERFACE:include>
+  PRIVATE cpp/src)
+target_compile_features(kvspan_core PUBLIC cxx_std_20)
 find_package(Threads REQUIRED)  # of the copy queue
-target_link_libraries(kvspan_core PRIVATE kvspan_warnings Threads::Threads)
+target_link_libraries(kvspan_core PRIVATE $<BUILD_INTERFACE:kvspan_warnings> Threads::Threads)
 
 # Results are the same bits on every instruction set, so products and sums stay separate.
 target_compile_options(kvspan_core PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)

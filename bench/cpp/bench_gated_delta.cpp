@@ -25,16 +25,10 @@ constexpr std::int64_t kNumKeyHeads = 16, kNumValueHeads = 32, kDim = 128;
 // A contiguous tensor.
 struct Tensor {
   Tensor(DType dtype, const std::vector<std::int64_t>& shape) {
-    view.dtype = dtype;
-    view.ndim = static_cast<int>(shape.size());
-    std::int64_t stride = 1;
-    for (int i = view.ndim - 1; i >= 0; --i) {
-      view.shape[i] = shape[i];
-      view.strides[i] = stride;
-      stride *= shape[i];
-    }
-    bytes.resize(static_cast<std::size_t>(stride * dtype.size_bytes()));
-    view.data = bytes.data();
+    std::int64_t count = 1;
+    for (const std::int64_t size : shape) count *= size;
+    bytes.resize(static_cast<std::size_t>(count * dtype.size_bytes()));
+    view = make_view(bytes.data(), dtype, shape);
   }
 
   // Random numbers; of the 16-bit types, the upper halves of floats, which are numbers of both.

@@ -26,13 +26,7 @@ std::vector<std::int32_t> random_tokens(std::int64_t count) {
 }
 
 TensorView view_of(std::vector<std::int32_t>& tokens) {
-  TensorView view;
-  view.data = tokens.data();
-  view.dtype = kInt32;
-  view.ndim = 1;
-  view.shape[0] = static_cast<std::int64_t>(tokens.size());
-  view.strides[0] = 1;
-  return view;
+  return make_view(tokens.data(), kInt32, {static_cast<std::int64_t>(tokens.size())});
 }
 
 void count_tokens(benchmark::State& state, std::int64_t num_tokens) {

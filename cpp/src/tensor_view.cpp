@@ -20,6 +20,24 @@ std::span<const T> elements(const TensorView& tensor, DType dtype, const ArgName
 
 }  // namespace
 
+TensorView make_view(void* data, DType dtype, const std::vector<std::int64_t>& shape,
+                     Device device) {
+  KVSPAN_CHECK_ARG(shape.size() <= kMaxDims, "shape: expected at most ", kMaxDims,
+                   " dimensions, got ", shape.size());
+  TensorView view;
+  view.data = data;
+  view.dtype = dtype;
+  view.device = device;
+  view.ndim = static_cast<int>(shape.size());
+  std::int64_t stride = 1;
+  for (int i = view.ndim - 1; i >= 0; --i) {
+    view.shape[i] = shape[i];
+    view.strides[i] = stride;
+    stride *= shape[i];
+  }
+  return view;
+}
+
 std::string to_string(DType dtype) {
   switch (dtype.code) {
     case TypeCode::kInt:

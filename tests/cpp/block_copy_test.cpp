@@ -11,7 +11,7 @@ namespace kvspan {
 namespace {
 
 TEST(BlockLayoutTest, ContiguousBlocksAreOneRow) {
-  const TensorView view = test::make_view(nullptr, kFloat32, {9, 16, 8, 128});
+  const TensorView view = make_view(nullptr, kFloat32, {9, 16, 8, 128});
   const BlockLayout layout = make_block_layout(view, view);
   EXPECT_EQ(layout.num_outer, 1);
   EXPECT_EQ(layout.num_inner, 1);
@@ -19,15 +19,14 @@ TEST(BlockLayoutTest, ContiguousBlocksAreOneRow) {
 }
 
 TEST(BlockLayoutTest, HndPoolsAreOneRowToo) {
-  const TensorView view =
-      test::transpose(test::make_view(nullptr, kFloat32, {9, 8, 16, 128}), 1, 2);
+  const TensorView view = test::transpose(make_view(nullptr, kFloat32, {9, 8, 16, 128}), 1, 2);
   const BlockLayout layout = make_block_layout(view, view);
   EXPECT_EQ(layout.num_outer * layout.num_inner, 1);
   EXPECT_EQ(layout.row_bytes, 16 * 8 * 128 * 4);
 }
 
 TEST(BlockLayoutTest, FusedKeysAndValuesStayRows) {
-  TensorView keys = test::make_view(nullptr, kFloat32, {9, 16, 8, 256});
+  TensorView keys = make_view(nullptr, kFloat32, {9, 16, 8, 256});
   keys.shape[3] = 128;  // the first half of each row
   const BlockLayout layout = make_block_layout(keys, keys);
   EXPECT_EQ(layout.num_outer * layout.num_inner, 16 * 8);
@@ -39,11 +38,11 @@ TEST(BlockCopyTest, EveryPairOfLayouts) {
   constexpr std::int64_t kBlocks = 4, kTokens = 3, kHeads = 2, kDim = 5;
   const auto make = [&](std::uint8_t* data, int kind) {
     const DType dtype{TypeCode::kUInt, 8};
-    if (kind == 0) return test::make_view(data, dtype, {kBlocks, kTokens, kHeads, kDim});
+    if (kind == 0) return make_view(data, dtype, {kBlocks, kTokens, kHeads, kDim});
     if (kind == 1) {
-      return test::transpose(test::make_view(data, dtype, {kBlocks, kHeads, kTokens, kDim}), 1, 2);
+      return test::transpose(make_view(data, dtype, {kBlocks, kHeads, kTokens, kDim}), 1, 2);
     }
-    TensorView fused = test::make_view(data, dtype, {kBlocks, kTokens, kHeads, 2 * kDim});
+    TensorView fused = make_view(data, dtype, {kBlocks, kTokens, kHeads, 2 * kDim});
     fused.shape[3] = kDim;
     return fused;
   };
@@ -86,8 +85,8 @@ TEST(BlockCopyTest, TwoAndThreeDimensions) {
   const std::vector<std::int64_t> from{0, 1, 2}, to{2, 0, 1};
   for (const auto& shape : {std::vector<std::int64_t>{3, 20}, std::vector<std::int64_t>{3, 4, 5}}) {
     BlockCopyArgs args;
-    args.src = test::make_view(src.data(), kInt64, shape);
-    args.dst = test::make_view(dst.data(), kInt64, shape);
+    args.src = make_view(src.data(), kInt64, shape);
+    args.dst = make_view(dst.data(), kInt64, shape);
     args.src_blocks = from;
     args.dst_blocks = to;
     std::fill(dst.begin(), dst.end(), -1);
@@ -110,7 +109,7 @@ TEST(BlockCopyTest, ThreadsDoNotChangeTheResult) {
   }
   std::vector<std::uint8_t> one(src.size()), many(src.size());
   BlockCopyArgs args;
-  args.src = test::make_view(src.data(), DType{TypeCode::kUInt, 8}, {kBlocks, 64});
+  args.src = make_view(src.data(), DType{TypeCode::kUInt, 8}, {kBlocks, 64});
   args.src_blocks = from;
   args.dst_blocks = to;
   args.dst = args.src;

@@ -152,7 +152,7 @@ TEST(BlockHashTest, TokenTypesAndStridesGiveTheSameKeys) {
 
   std::vector<std::int32_t> every_third(36);
   for (int i = 0; i < 12; ++i) every_third[35 - 3 * i] = tokens[i];
-  TensorView view = test::make_view(&every_third[35], kInt32, {12});
+  TensorView view = make_view(&every_third[35], kInt32, {12});
   view.strides[0] = -3;
   std::vector<std::uint8_t> bytes(3 * 32);
   strided.extend(view, {}, {}, bytes);

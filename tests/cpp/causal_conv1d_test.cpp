@@ -34,15 +34,15 @@ class ConvFixture {
     const ConvCase& c = case_;
     const std::int64_t tokens = cu_seqlens_.back();
     CausalConv1dArgs args;
-    args.x = test::make_view(x_.bytes.data(), c.dtype, {tokens, c.num_channels});
-    args.weight = test::make_view(weight_.bytes.data(), c.dtype, {c.num_channels, c.width});
-    if (c.has_bias) args.bias = test::make_view(bias_.bytes.data(), c.dtype, {c.num_channels});
+    args.x = make_view(x_.bytes.data(), c.dtype, {tokens, c.num_channels});
+    args.weight = make_view(weight_.bytes.data(), c.dtype, {c.num_channels, c.width});
+    if (c.has_bias) args.bias = make_view(bias_.bytes.data(), c.dtype, {c.num_channels});
     // As slots of [width - 1, num_channels].
     args.state = test::transpose(
-        test::make_view(state_.bytes.data(), c.dtype,
-                        {static_cast<std::int64_t>(c.lengths.size()), c.width - 1, c.num_channels}),
+        make_view(state_.bytes.data(), c.dtype,
+                  {static_cast<std::int64_t>(c.lengths.size()), c.width - 1, c.num_channels}),
         1, 2);
-    args.out = test::make_view(out_.bytes.data(), c.dtype, {tokens, c.num_channels});
+    args.out = make_view(out_.bytes.data(), c.dtype, {tokens, c.num_channels});
     args.cu_seqlens = cu_seqlens_;
     args.silu = c.silu;
     return args;

@@ -335,7 +335,7 @@ TEST(PageLockTest, NeedsADevice) {
 
 TEST(CopyPiecesTest, ContiguousMemoryIsOnePiece) {
   Bytes bytes(4 * 3 * 2 * 8);
-  const TensorView nhd = test::make_view(bytes.data(), kFloat32, {4, 3, 2, 2});
+  const TensorView nhd = make_view(bytes.data(), kFloat32, {4, 3, 2, 2});
   std::vector<CopyPiece> pieces;
   append_pieces(test::transpose(nhd, 1, 2), pieces);
   ASSERT_EQ(pieces.size(), 1u);
@@ -352,7 +352,7 @@ TEST(CopyPiecesTest, ContiguousMemoryIsOnePiece) {
 TEST(CopyPiecesTest, StridedBlocksThereAndBack) {
   const Bytes fused_bytes = test::make_bytes(5 * 3 * 2 * 8, 7);
   Bytes pool = fused_bytes;
-  TensorView keys = test::make_view(pool.data(), DType{TypeCode::kUInt, 8}, {5, 3, 2, 8});
+  TensorView keys = make_view(pool.data(), DType{TypeCode::kUInt, 8}, {5, 3, 2, 8});
   keys.shape[3] = 5;  // the first part of each row
   const std::vector<std::int64_t> blocks{4, 0};
   std::vector<CopyPiece> in_pool, flat;

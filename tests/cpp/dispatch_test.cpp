@@ -30,8 +30,8 @@ class DispatchTest : public testing::Test {
 
   Call args() {
     Call args;
-    args.k_src = test::make_view(src_.data(), kFloat32, {4, 2, 3, 8});
-    args.k_dst = test::make_view(dst_.data(), kFloat32, {4, 2, 3, 8});
+    args.k_src = make_view(src_.data(), kFloat32, {4, 2, 3, 8});
+    args.k_dst = make_view(dst_.data(), kFloat32, {4, 2, 3, 8});
     args.src_blocks = from_;
     args.dst_blocks = to_;
     args.deltas = deltas_;
@@ -57,13 +57,13 @@ TEST_F(DispatchTest, ValidArgumentsPass) { EXPECT_NO_THROW(args().run()); }
 TEST_F(DispatchTest, Shapes) {
   expect_error<ArgumentError>(
       "k_src: expected shape [num_blocks, block_size, num_kv_heads, head_dim], got [4, 48]",
-      [&](Call& a) { a.k_src = test::make_view(src_.data(), kFloat32, {4, 48}); });
+      [&](Call& a) { a.k_src = make_view(src_.data(), kFloat32, {4, 48}); });
   expect_error<ArgumentError>(
       "k_dst: expected blocks of the same shape as k_src [4, 2, 3, 8], got [4, 3, 2, 8]",
-      [&](Call& a) { a.k_dst = test::make_view(dst_.data(), kFloat32, {4, 3, 2, 8}); });
+      [&](Call& a) { a.k_dst = make_view(dst_.data(), kFloat32, {4, 3, 2, 8}); });
   expect_error<ArgumentError>(
       "k_src: expected a contiguous last dimension (stride 1), got stride 3", [&](Call& a) {
-        a.k_src = test::transpose(test::make_view(src_.data(), kFloat32, {4, 2, 8, 3}), 2, 3);
+        a.k_src = test::transpose(make_view(src_.data(), kFloat32, {4, 2, 8, 3}), 2, 3);
       });
   expect_error<ArgumentError>(
       "k_dst: expected distinct elements, got a dimension expanded from size 1 to 3",
@@ -182,19 +182,19 @@ TEST_F(DispatchTest, NoMovesAndEmptyTensorsDoNothing) {
   no_moves.src_blocks = no_moves.dst_blocks = no_moves.deltas = {};
   EXPECT_NO_THROW(no_moves.run());
   Call empty = args();
-  empty.k_src = test::make_view(nullptr, kFloat32, {4, 0, 3, 8});
-  empty.k_dst = test::make_view(nullptr, kFloat32, {4, 0, 3, 8});
+  empty.k_src = make_view(nullptr, kFloat32, {4, 0, 3, 8});
+  empty.k_dst = make_view(nullptr, kFloat32, {4, 0, 3, 8});
   EXPECT_NO_THROW(empty.run());
 }
 
 TEST(BlockCopyDispatchTest, Errors) {
   std::vector<float> data(2 * 3 * 4 * 5 * 6);
   BlockCopyArgs args;
-  args.src = args.dst = test::make_view(data.data(), kFloat32, {720});
+  args.src = args.dst = make_view(data.data(), kFloat32, {720});
   EXPECT_THROW(copy_blocks(args), ArgumentError);
-  args.src = args.dst = test::make_view(data.data(), kFloat32, {2, 3, 4, 5, 6});
+  args.src = args.dst = make_view(data.data(), kFloat32, {2, 3, 4, 5, 6});
   EXPECT_THROW(copy_blocks(args), ArgumentError);
-  args.src = args.dst = test::make_view(data.data(), DType{TypeCode::kOther, 128}, {2, 180});
+  args.src = args.dst = make_view(data.data(), DType{TypeCode::kOther, 128}, {2, 180});
   EXPECT_THROW(copy_blocks(args), TypeError);
 }
 

@@ -65,8 +65,8 @@ TEST(ReropeKernelTest, MoreMovesThanOneLaunchHolds) {
   }
   const std::vector<float> inv_freq{1.0f, 0.25f};
   ReropeLayer layer;
-  layer.k_src = test::make_view(src.data(), kFloat32, {num_blocks, 2, 1, 4});
-  layer.k_dst = test::make_view(on_shim.data(), kFloat32, {num_blocks, 2, 1, 4});
+  layer.k_src = make_view(src.data(), kFloat32, {num_blocks, 2, 1, 4});
+  layer.k_dst = make_view(on_shim.data(), kFloat32, {num_blocks, 2, 1, 4});
   layer.inv_freq = inv_freq;
   ReropeArgs args;
   args.layers = {&layer, 1};
@@ -74,7 +74,7 @@ TEST(ReropeKernelTest, MoreMovesThanOneLaunchHolds) {
   args.dst_blocks = reversed;
   args.deltas = deltas;
   cuda::launch_rerope(args, cuda::HostLauncher{4});
-  layer.k_dst = test::make_view(on_cpu.data(), kFloat32, {num_blocks, 2, 1, 4});
+  layer.k_dst = make_view(on_cpu.data(), kFloat32, {num_blocks, 2, 1, 4});
   args.isa = VectorIsa::kBaseline;
   cpu::rerope(args);
   EXPECT_EQ(on_shim, on_cpu);
@@ -89,13 +89,12 @@ TEST(BlockCopyKernelTest, GivesTheBytesOfTheCpu) {
       std::vector<std::uint8_t> on_shim(src.size(), 0xee), on_cpu(src.size(), 0xee);
       const std::vector<std::int64_t> from{4, 0, 0}, to{1, 2, 4};
       BlockCopyArgs args;
-      args.src = test::make_view(src.data(), dtype, {5, 3, 2, row_bytes});
+      args.src = make_view(src.data(), dtype, {5, 3, 2, row_bytes});
       args.src_blocks = from;
       args.dst_blocks = to;
       const auto dst_view = [&](std::vector<std::uint8_t>& dst) {
-        return is_hnd
-                   ? test::transpose(test::make_view(dst.data(), dtype, {5, 2, 3, row_bytes}), 1, 2)
-                   : test::make_view(dst.data(), dtype, {5, 3, 2, row_bytes});
+        return is_hnd ? test::transpose(make_view(dst.data(), dtype, {5, 2, 3, row_bytes}), 1, 2)
+                      : make_view(dst.data(), dtype, {5, 3, 2, row_bytes});
       };
       args.dst = dst_view(on_shim);
       cuda::launch_block_copy(args, cuda::HostLauncher{8});
@@ -124,9 +123,9 @@ TEST(BlockCopyKernelTest, ManyMovesWithinOnePool) {
     ++launches;
     cuda::HostLauncher{2}(kernel, grid_x, grid_y, kernel_args);
   };
-  args.src = args.dst = test::make_view(on_shim.data(), kInt32, {2 * num_moves, 1, 1, 4});
+  args.src = args.dst = make_view(on_shim.data(), kInt32, {2 * num_moves, 1, 1, 4});
   cuda::launch_block_copy(args, count);
-  args.src = args.dst = test::make_view(on_cpu.data(), kInt32, {2 * num_moves, 1, 1, 4});
+  args.src = args.dst = make_view(on_cpu.data(), kInt32, {2 * num_moves, 1, 1, 4});
   cpu::copy_blocks(args);
   EXPECT_EQ(on_shim, on_cpu);
   EXPECT_EQ(launches, 1);

@@ -83,8 +83,7 @@ class Pools {
 
   static TensorView view(Bytes& pool, std::size_t layer, std::int64_t dim) {
     const LayerShape& shape = shapes()[layer];
-    return test::make_view(pool.data(), shape.dtype,
-                           {kNumBlocks, kBlockSize, shape.num_kv_heads, dim});
+    return make_view(pool.data(), shape.dtype, {kNumBlocks, kBlockSize, shape.num_kv_heads, dim});
   }
 
   std::vector<Bytes> keys_, values_;
@@ -213,7 +212,7 @@ TEST(LayersKernelTest, LayersThatDifferOnlyInTheirPoolsShareLaunches) {
     std::vector<ReropeLayer> layers(num_layers);
     for (std::size_t i = 0; i < num_layers; ++i) {
       const auto part = [&](Bytes& bytes, std::size_t half) {
-        return test::make_view(bytes.data() + (2 * i + half) * 256, kFloat32, {4, 1, 1, 16});
+        return make_view(bytes.data() + (2 * i + half) * 256, kFloat32, {4, 1, 1, 16});
       };
       layers[i].k_src = part(src, 0);
       layers[i].k_dst = part(dst, 0);
@@ -320,11 +319,11 @@ TEST_P(PackedTest, GivesTheBitsOfTokenRows) {
   args.deltas = deltas;
   args.rotary_offset = kOffset;
   args.isa = param.isa;
-  layer.k_src = test::make_view(keys.data(), param.dtype, {4, kTokens, kHeads, kDim});
-  layer.k_dst = test::make_view(moved_keys.data(), param.dtype, {4, kTokens, kHeads, kDim});
+  layer.k_src = make_view(keys.data(), param.dtype, {4, kTokens, kHeads, kDim});
+  layer.k_dst = make_view(moved_keys.data(), param.dtype, {4, kTokens, kHeads, kDim});
   cpu::rerope(args);
-  layer.k_src = test::make_view(packed.data(), param.dtype, {4, kHeads, kTokens, 2 * kDim});
-  layer.k_dst = test::make_view(out.data(), param.dtype, {4, kHeads, kTokens, 2 * kDim});
+  layer.k_src = make_view(packed.data(), param.dtype, {4, kHeads, kTokens, 2 * kDim});
+  layer.k_dst = make_view(out.data(), param.dtype, {4, kHeads, kTokens, 2 * kDim});
   args.layout = param.layout;
   cpu::rerope(args);
   for_each([&](std::int64_t nhd, std::int64_t at, bool is_value) {

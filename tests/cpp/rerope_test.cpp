@@ -64,8 +64,8 @@ class ConversionTest : public testing::TestWithParam<VectorIsa> {
       in[i / 64 * 128 + i % 64] = static_cast<std::uint16_t>(i);
     }
     const std::vector<float> inv_freq(64, 0.0f);
-    rotate_one_block(test::make_view(in.data(), dtype, {1, 1, 1024, 128}),
-                     test::make_view(out.data(), dtype, {1, 1, 1024, 128}), inv_freq);
+    rotate_one_block(make_view(in.data(), dtype, {1, 1, 1024, 128}),
+                     make_view(out.data(), dtype, {1, 1, 1024, 128}), inv_freq);
     std::vector<std::uint16_t> patterns(num_patterns);
     for (std::int64_t i = 0; i < num_patterns; ++i) patterns[i] = out[i / 64 * 128 + i % 64];
     return patterns;
@@ -94,8 +94,8 @@ TEST_P(ConversionTest, EveryFloat8RoundTrips) {
     std::vector<std::uint8_t> in(512), out(512);
     for (std::uint32_t i = 0; i < 256; ++i)
       in[i / 64 * 128 + i % 64] = static_cast<std::uint8_t>(i);
-    rotate_one_block(test::make_view(in.data(), dtype, {1, 1, 4, 128}),
-                     test::make_view(out.data(), dtype, {1, 1, 4, 128}), inv_freq);
+    rotate_one_block(make_view(in.data(), dtype, {1, 1, 4, 128}),
+                     make_view(out.data(), dtype, {1, 1, 4, 128}), inv_freq);
     for (std::uint32_t i = 0; i < 256; ++i) {
       const std::uint32_t magnitude = i & 0x7f;
       const std::uint32_t infinity = dtype == kFloat8E5M2 ? 0x7c : 0x7f;
@@ -169,8 +169,8 @@ TEST_P(ConversionTest, EveryPairOfFloat8RoundsOnce) {
     }
     for (const float angle : angles) {
       const std::vector<float> inv_freq(kHalf, angle);
-      rotate_one_block(test::make_view(in.data(), type.dtype, {1, 1, kRows, 2 * kHalf}),
-                       test::make_view(out.data(), type.dtype, {1, 1, kRows, 2 * kHalf}), inv_freq);
+      rotate_one_block(make_view(in.data(), type.dtype, {1, 1, kRows, 2 * kHalf}),
+                       make_view(out.data(), type.dtype, {1, 1, kRows, 2 * kHalf}), inv_freq);
       const auto c = static_cast<float>(std::cos(static_cast<double>(angle)));
       const auto s = static_cast<float>(std::sin(static_cast<double>(angle)));
       for (std::int64_t pair = 0; pair < 65536; ++pair) {
@@ -210,8 +210,8 @@ TEST_P(ConversionTest, TiesRoundToEven) {
       std::vector<std::uint8_t> in(2 * size), out(2 * size);
       std::memcpy(in.data(), &type.one, size);
       // 1 * cosine, 1 * sine
-      rotate_one_block(test::make_view(in.data(), type.dtype, {1, 1, 1, 2}),
-                       test::make_view(out.data(), type.dtype, {1, 1, 1, 2}), inv_freq);
+      rotate_one_block(make_view(in.data(), type.dtype, {1, 1, 1, 2}),
+                       make_view(out.data(), type.dtype, {1, 1, 1, 2}), inv_freq);
       std::uint16_t bits = 0;
       std::memcpy(&bits, out.data(), size);
       EXPECT_EQ(bits, type.three_quarters + expected) << to_string(type.dtype);

@@ -1,4 +1,4 @@
-// Tensors for tests: a flat buffer and a view of it.
+// Tensors for tests.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -10,21 +10,6 @@
 #include "kvspan/tensor_view.h"
 
 namespace kvspan::test {
-
-// The view of a contiguous tensor.
-inline TensorView make_view(void* data, DType dtype, const std::vector<std::int64_t>& shape) {
-  TensorView view;
-  view.data = data;
-  view.dtype = dtype;
-  view.ndim = static_cast<int>(shape.size());
-  std::int64_t stride = 1;
-  for (int i = view.ndim - 1; i >= 0; --i) {
-    view.shape[i] = shape[i];
-    view.strides[i] = stride;
-    stride *= shape[i];
-  }
-  return view;
-}
 
 // The view with two dimensions exchanged: NHD of an HND pool.
 inline TensorView transpose(TensorView view, int a, int b) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "kvspan/check.h"
 
@@ -65,6 +66,10 @@ struct TensorView {
     return static_cast<T*>(data);
   }
 };
+
+// The view of a contiguous tensor of at most kMaxDims dimensions. Throws ArgumentError.
+TensorView make_view(void* data, DType dtype, const std::vector<std::int64_t>& shape,
+                     Device device = {});
 
 // "float32", "bfloat16", "int64", ...
 std::string to_string(DType dtype);
