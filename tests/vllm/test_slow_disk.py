@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,25 @@ class TestHybrids:
         monkeypatch: pytest.MonkeyPatch,
         counted: Counter[str],
     ) -> None:
-        """A disk that does not answer in time: what is in memory is used, the rest computed."""
-        monkeypatch.setattr(scheduling, "READ_S", 0.0)
+        """A disk that does not answer in time: what is in memory is used, the rest computed. Who
+        comes while it hangs does not wait for it."""
+        warned: list[str] = []
+        log = scheduling.logger
+        monkeypatch.setattr(log, "warning", lambda text, *of: warned.append(text % of))
         self.send(served, "slow", self.PROMPT)
+        self.until(served, lambda: bool(slow.begun))
+        impatient = replace(served.side._options, disk_wait_s=0.0)
+        monkeypatch.setattr(served.side, "_options", impatient)
+        for waiting in served.side.tracked.values():
+            waiting.read_until = 0.0
         answer = self.until(served, lambda: False, "slow")
         assert answer.num_cached_tokens == 0 and counted["replay_disk_seconds"] > 0
+        (line,) = warned
+        assert "files were not read in 0 s" in line
+        waited = counted["replay_disk_seconds"]
+        self.send(served, "next", [*self.PROMPT[:600], *tokens(7, 40)])
+        assert self.until(served, lambda: False, "next").outputs
+        assert counted["replay_disk_seconds"] == waited and len(warned) == 1
         slow.go_on()
         served.settle()
         nothing_is_held(served.side.store.tier)

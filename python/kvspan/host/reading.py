@@ -78,6 +78,7 @@ class DiskReader:
         self._work = threading.Condition(memory.lock)
         self._ended = threading.Condition(memory.lock)
         self._readings: dict[bytes, _Reading] = {}
+        self._under_way: dict[_Reading, float] = {}  # since when
         self._queue: deque[_Reading] = deque()
         self._threads: list[threading.Thread] = []
         self._idle = 0
@@ -158,6 +159,12 @@ class DiskReader:
         for fetch in over:
             _tell(fetch)
 
+    def stalled(self, seconds: float) -> bool:
+        """Whether a file is being read for longer than that."""
+        latest = time.monotonic() - seconds
+        with self._memory.lock:
+            return any(began < latest for began in self._under_way.values())
+
     def keys(self) -> list[bytes]:
         """Of what is being read, or waits for that."""
         with self._memory.lock:
@@ -203,6 +210,8 @@ class DiskReader:
 
     def _read(self, reading: _Reading) -> Entry | None:
         """Reads, and tells all who wait. The entry, pinned; None if it cannot be had."""
+        with self._memory.lock:
+            self._under_way[reading] = time.monotonic()
         try:
             found = self._fill(reading)
         except Exception:  # what waits must be told all the same
@@ -230,6 +239,7 @@ class DiskReader:
     def _end(self, reading: _Reading, found: bool) -> list[Fetch]:
         """Returns the fetches that are complete with this."""
         with self._memory.lock:
+            del self._under_way[reading]
             entry = reading.entry
             found = found and not reading.dropped
             if entry is not None:

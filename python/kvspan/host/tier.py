@@ -210,6 +210,10 @@ class HostTier:
         self._check_open()
         return self._reader.fetch(keys, then)
 
+    def stalled(self, seconds: float) -> bool:
+        """Whether the disk is slow to answer: a file is being read for longer than that."""
+        return self._reader.stalled(seconds)
+
     def contains(self, key: bytes) -> bool:
         """Whether an entry is in memory or on disk."""
         return self.nbytes(key) is not None

@@ -102,6 +102,7 @@ SETTINGS: dict[Kind, dict[str, Setting]] = {
         "decode": Setting(True, "whether generated tokens are kept"),
         "min_match": Setting(1, "shorter matches are computed again", least=1),
         **_BOTH,
+        "disk_wait_s": Setting(10.0, "seconds that a request waits for its files at the most"),
     },
 }
 _MODELS = {"spans": "models with attention only", "hybrid": "hybrid models"}

@@ -18,7 +18,7 @@ from kvspan.hybrid.plan import GroupPlan, budget
 from kvspan.vllm.hybrid.decay import Bounds, plan_bounded
 from kvspan.vllm.hybrid.entries import FoundState, Match, state_name
 from kvspan.vllm.hybrid.policy import Policy
-from kvspan.vllm.hybrid.store import PageStore, page_of
+from kvspan.vllm.hybrid.store import Geometry, PageStore, page_of
 
 
 @dataclass
@@ -203,3 +203,18 @@ def _plan_groups(
         bounds = bounds.exactly(positions)
     starts = enumerate(bounds.groups)
     return bounds, {number: near[number] for number, group in starts if group.source == "part"}
+
+
+def bytes_read(plan: Plan, geometry: Geometry, layers: LayerMap | None) -> int:
+    """What a restore reads on all ranks: KV, hidden vectors and states. layers: for "bounded"."""
+    pages = len(plan.pages) - plan.local // geometry.size
+    state = plan.state.nbytes if plan.state is not None else 0
+    rows = (plan.length - plan.start) * geometry.streams
+    if plan.bounds is not None and layers is not None:
+        groups = zip(layers.groups, plan.bounds.groups, strict=True)
+        rows = sum(plan.length - g.start for group, g in groups if group.source is not None)
+        if not any(group.source == "checkpoint" for group in plan.bounds.groups):
+            state = 0
+        state += sum(count for spans in plan.parts.values() for _, count in spans)
+    kv = pages * geometry.kv_bytes * geometry.ranks
+    return kv + rows * geometry.row_bytes + state

@@ -22,15 +22,15 @@ from kvspan.errors import UsageError
 from kvspan.host import SharedMemory
 from kvspan.hybrid.groups import LayerMap
 from kvspan.ops import digest_fields
-from kvspan.vllm.hybrid.orders import Restore, Table, Work
-from kvspan.vllm.hybrid.plans import Plan, Settings
-from kvspan.vllm.hybrid.policy import parse_policy
+from kvspan.vllm.hybrid.orders import Table, Work
+from kvspan.vllm.hybrid.plans import Plan, Settings, bytes_read
 from kvspan.vllm.hybrid.refusing import Refusing
+from kvspan.vllm.hybrid.requests import Tracked, asked_policy, not_replayed, root_of
 from kvspan.vllm.hybrid.steps import Arena, ReplayMetadata, StepDone
-from kvspan.vllm.hybrid.store import common_prefix, root_key
+from kvspan.vllm.hybrid.store import common_prefix
 from kvspan.vllm.hybrid.support import Options
 from kvspan.vllm.hybrid.tracking import Track, Written
-from kvspan.vllm.params import KEY, fields_of
+from kvspan.vllm.params import KEY
 from kvspan.vllm.stats import SpanStats
 
 if TYPE_CHECKING:
@@ -44,27 +44,9 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvspan")
 
 MAX_WAIT_STEPS = 256  # for blocks to restore into
-# A request that finds its prefix on disk only waits for so many rounds of reading, and so many
-# seconds in all. Then it goes on with what is in memory.
+# A request that finds its prefix on disk only waits for so many rounds of reading, and as long as
+# the setting disk_wait_s says in all. Then it goes on with what is in memory.
 MAX_READS = 3
-READ_S = 30.0
-
-
-@dataclass(eq=False)
-class Tracked:
-    """A request of vLLM's. waited: steps that it was held back for blocks.
-
-    reads: times that it waited for files since it was admitted last; read_until: to wait for them.
-    loaded: what its restore in the coming step does.
-    """
-
-    request: Request
-    track: Track
-    ordinary_hasher: Any
-    waited: int = 0
-    reads: int = 0
-    read_until: float = 0.0
-    loaded: tuple[Plan, Restore, Written] | None = None
 
 
 @dataclass
@@ -112,46 +94,17 @@ class Scheduling(Refusing):
         self.manager = manager
 
     def on_new_request(self, request: Request) -> None:
-        reason, kind = "", "request"
-        policy = None
-        value = (request.kv_transfer_params or {}).get(KEY)
+        policy, reason, kind = None, "", "request"
         try:
-            told = fields_of(request.kv_transfer_params) or {}
-            if "replay" in told:
-                policy = parse_policy(
-                    told["replay"], f"kv_transfer_params.{KEY}.replay", self._options.k_min
-                )
-                if policy.name == "bounded" and self.settings.layers is None:
-                    raise UsageError(
-                        f"kv_transfer_params.{KEY}.replay: bounded needs a server that keeps "
-                        "decays",
-                        expected="its option decay to be true", found="false",
-                    )  # fmt: skip
-                if policy.name == "exact" and not self._options.exact_hidden:
-                    raise UsageError(
-                        f"kv_transfer_params.{KEY}.replay: exact needs a server that keeps exact "
-                        "hidden vectors",
-                        expected="its option hidden to be pair", found="sum",
-                    )  # fmt: skip
-            if told.get("spans"):
-                reason = "spans need KV that may move, and recurrent state can not"
-            elif request.mm_features or request.prompt_embeds is not None:
-                reason = "multimodal inputs or embeddings"
-            elif request.pooling_params is not None:
-                reason = "pooling"
+            policy = asked_policy(request, self._options)
+            reason = not_replayed(request)
         except UsageError as e:
             reason, kind = str(e), "declaration"
         if reason:
-            if value is not None:
+            if (request.kv_transfer_params or {}).get(KEY) is not None:
                 self.refuse(request, reason, kind)
             return
-        lora = request.lora_request
-        root = root_key(
-            request.cache_salt,
-            # The path, too: what is on disk may be read by a server with another LoRA of that name.
-            f"{lora.lora_int_id}:{lora.lora_name}:{lora.lora_path}" if lora else "",
-            self.settings.page,
-        )
+        root = root_of(request, self.settings.page)
         track = Track(self.settings, root, policy or self.settings.policy)
         self.tracked[request.request_id] = Tracked(request, track, request._block_hasher)
 
@@ -169,15 +122,13 @@ class Scheduling(Refusing):
         if self._is_reading(tracked):
             return None, False
         began = time.perf_counter()
-        wanted = not tracked.reads or time.monotonic() < tracked.read_until
         plan = track.begin(
-            self.store, request.all_token_ids, num_computed_tokens,
-            read=wanted and tracked.reads < MAX_READS,
-        )  # fmt: skip
+            self.store, request.all_token_ids, num_computed_tokens, self._may_read(tracked)
+        )
         self.stats.add("replay_lookup_seconds", time.perf_counter() - began)
         if track.fetch is not None:
             if not tracked.reads:
-                tracked.read_until = time.monotonic() + READ_S
+                tracked.read_until = time.monotonic() + self._options.disk_wait_s
             tracked.reads += 1
             return None, False
         if self._more_is_coming(tracked, plan.length if plan else num_computed_tokens):
@@ -203,7 +154,19 @@ class Scheduling(Refusing):
         if not fetch.done and time.monotonic() < tracked.read_until:
             return True
         self.stats.add("replay_disk_seconds", fetch.seconds)
+        if not fetch.done:
+            logger.warning(
+                "kvspan: request %s goes on without what is on disk: its files were not read in "
+                "%g s (the setting disk_wait_s)",
+                tracked.request.request_id, self._options.disk_wait_s,
+            )  # fmt: skip
         return False
+
+    def _may_read(self, tracked: Tracked) -> bool:
+        """Whether a request may wait for files; not where others have waited in vain just now."""
+        if tracked.reads:
+            return tracked.reads < MAX_READS and time.monotonic() < tracked.read_until
+        return not self.store.tier.stalled(self._options.disk_wait_s)
 
     def _unload(self, tracked: Tracked) -> None:
         """A restore that was planned never was in a step."""
@@ -265,28 +228,13 @@ class Scheduling(Refusing):
         table = tuple(list(ids) for ids in blocks.get_block_ids())
         restore, written = track.accepted(self.store, plan, table)
         tracked.loaded = plan, restore, written
-        track.audit.bytes = self._bytes(plan)
+        track.audit.bytes = bytes_read(plan, self.store.geometry, self.settings.layers)
         self.stats.add("replay_tokens_matched", plan.length - plan.local)
         self.stats.add("replay_tokens_replayed", plan.length - plan.start)
         self.stats.add("replay_approximate_requests", not plan.exact)
         self.stats.add("replay_bytes", track.audit.bytes)
         if not plan.exact:
             self._keep_apart(tracked, plan.length, table)
-
-    def _bytes(self, plan: Plan) -> int:
-        """What a restore reads: KV, hidden vectors and the state."""
-        geometry = self.store.geometry
-        pages = len(plan.pages) - plan.local // geometry.size
-        state = plan.state.nbytes if plan.state is not None else 0
-        rows = (plan.length - plan.start) * geometry.streams
-        if plan.bounds is not None and self.settings.layers is not None:
-            groups = zip(self.settings.layers.groups, plan.bounds.groups, strict=True)
-            rows = sum(plan.length - g.start for group, g in groups if group.source is not None)
-            if not any(group.source == "checkpoint" for group in plan.bounds.groups):
-                state = 0
-            state += sum(count for spans in plan.parts.values() for _, count in spans)
-        kv = pages * geometry.kv_bytes * geometry.ranks
-        return kv + rows * geometry.row_bytes + state
 
     def _keep_apart(self, tracked: Tracked, length: int, table: Table) -> None:
         """Blocks computed after an approximate state get keys that no other request looks up.

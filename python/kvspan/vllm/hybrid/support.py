@@ -57,6 +57,7 @@ class Options:
     hash_block: int
     disk: str
     disk_bytes: int
+    disk_wait_s: float
     hold_blocks: bool = False
 
 
@@ -81,6 +82,7 @@ def options(vllm_config: VllmConfig) -> Options:
         getattr(cache, "hash_block_size", None) or cache.block_size,
         given["disk"],
         int(given["disk_gib"] * 2**30),
+        given["disk_wait_s"],
         bool(getattr(vllm_config, "use_v2_model_runner", False)),
     )
 
