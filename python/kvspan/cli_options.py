@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvspan.errors import UsageError
@@ -226,12 +227,31 @@ def open_engine_with(args: argparse.Namespace, model: str, bars: ProgressBars) -
         import torch
     if args.threads:
         torch.set_num_threads(args.threads)
-    return open_engine(
-        model,
-        block_size=args.block_size,
-        kv_cache_gib=args.kv_cache_gib,
-        dtype=args.dtype,
-        device=args.device,
-        progress=bars,
-        replay=args.replay,
-    )
+    with flags_named():
+        return open_engine(
+            model,
+            block_size=args.block_size,
+            kv_cache_gib=args.kv_cache_gib,
+            dtype=args.dtype,
+            device=args.device,
+            progress=bars,
+            replay=args.replay,
+        )
+
+
+@contextlib.contextmanager
+def flags_named() -> Iterator[None]:
+    """Errors about arguments of `open_engine` name the flags that set them.
+
+    >>> with flags_named():
+    ...     raise UsageError("kv_cache_gib: expected more")
+    Traceback (most recent call last):
+    kvspan.errors.UsageError: --kv-cache-gib: expected more
+    """
+    try:
+        yield
+    except UsageError as error:
+        name, colon, rest = error.message.partition(":")
+        if name in ("block_size", "kv_cache_gib", "dtype", "device", "replay"):
+            error.message = f"--{name.replace('_', '-')}{colon}{rest}"
+        raise

@@ -130,7 +130,7 @@ def test_an_answer_that_depends_on_the_cache_fails(
         (["--questions", "33"], "--questions: expected a whole number, 3 to 32, got"),
         (["--threads", "0"], "--threads: expected a whole number, 1 to 1024, got '0'"),
         (["--block-size", "0"], "--block-size: expected a whole number, 1 to 65536, got '0'"),
-        (["--kv-cache-gib", "1e-9"], "kv_cache_gib: expected "),
+        (["--kv-cache-gib", "1e-9"], "--kv-cache-gib: expected "),
         (["--placement", "sideways"], "--placement"),
     ],
     ids=lambda value: "".join(value) if isinstance(value, list) else "",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +74,7 @@ def test_only_the_first_token_of_a_block_is_a_boundary(
     [
         ([91, 1, 2, 3, 91, 1, 2, 3, 93, 1], "token 4: a start token inside a group of spans"),
         ([1, 1, 1, 1, 92, 1, 2, 3], "token 4: a sibling token outside a group of spans"),
-        ([91, 1, 1, 1, 93, 1, 2, 3, 93], "token 8: a end token outside a group of spans"),
+        ([91, 1, 1, 1, 93, 1, 2, 3, 93], "token 8: an end token outside a group of spans"),
         ([1, 1, 1, 1, 91, 1, 2, 3], "open at token 4 has no end token"),
     ],
 )
@@ -108,6 +110,30 @@ def test_ids_that_text_can_become_are_refused() -> None:
             Parentheses.parse(text)
     with pytest.raises(UsageError, match="suffix holds the boundary token 93"):
         MARKS.encode([1], [[2]], [93], 4)
+
+
+@pytest.mark.parametrize("unknown", ["<unk>", {"content": "<unk>"}], ids=["text", "object"])
+def test_ids_that_are_fine_are_told_by_the_tokenizers_file(
+    tiny_folder: Path, tmp_path: Path, unknown: object
+) -> None:
+    tokenizer = word_tokenizer()
+    config = json.loads((tiny_folder / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "unk_token": unknown}))
+    assert not MARKS.is_fine_by(tmp_path, VOCAB), "there is no tokenizer.json"
+    (tmp_path / "tokenizer.json").write_bytes((tiny_folder / "tokenizer.json").read_bytes())
+    found = []
+    for ids in itertools.permutations((0, 2, 3, 20, VOCAB, VOCAB + 5), 4):
+        marks = Parentheses(*ids)
+        fine = True
+        try:
+            marks.check(tokenizer, VOCAB + 5)
+        except UsageError:
+            fine = False
+        assert marks.is_fine_by(tmp_path, VOCAB + 5) == fine, ids
+        found.append(fine)
+    assert any(found) and not all(found)
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert not Parentheses(5, 0, 2, 4).is_fine_by(tmp_path, VOCAB)
 
 
 def test_on_the_local_server(tiny_folder: Path) -> None:

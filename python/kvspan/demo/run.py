@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvspan.cli_options import flags_named
 from kvspan.demo.model import is_demo_model
 from kvspan.demo.passages import DemoData, Question, first_line, load
 from kvspan.engine import PLACEMENTS, GenerateRequest, GenerateResult, Placement, open_engine
@@ -219,13 +220,14 @@ def main(args: argparse.Namespace) -> int:
     if is_demo_model(args.model):
         say("The weights are under Google's Gemma Terms of Use; they are no part of kvspan.")
     with ProgressBars() as progress:
-        engine = open_engine(
-            args.model,
-            block_size=args.block_size,
-            kv_cache_gib=args.kv_cache_gib,
-            dtype="float32",  # the proof is about equality, and half precision rounds it away
-            progress=progress,
-        )
+        with flags_named():
+            engine = open_engine(
+                args.model,
+                block_size=args.block_size,
+                kv_cache_gib=args.kv_cache_gib,
+                dtype="float32",  # the proof is about equality, and half precision rounds it away
+                progress=progress,
+            )
         try:
             spans = engine.capabilities()
             if not spans.spans:

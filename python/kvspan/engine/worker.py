@@ -178,7 +178,7 @@ class Worker:
                 f"the KV pool is too small: {job.layout.num_tokens} prompt and "
                 f"{job.max_new_tokens} new tokens need {need + spans} blocks of "
                 f"{job.layout.block_size}, the pool has {self.pool.num_blocks}; "
-                f"give it more (--kv-cache-gib)",
+                f"give it more (kv_cache_gib, or --kv-cache-gib)",
                 path=job.request.path,
             ),
         )

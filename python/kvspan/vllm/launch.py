@@ -142,15 +142,19 @@ def check_for(model: str, given: Given, vllm_flags: Sequence[str] = ()) -> None:
     if any(flag.startswith(("--tokenizer", "--skip-tokenizer")) for flag in vllm_flags):
         return  # it is not the folder's own
     config = _config(model)
-    if isinstance(size := config.get("vocab_size"), int):
-        from kvspan.engine.loading import load_tokenizer
+    if not isinstance(size := config.get("vocab_size"), int):
+        return
+    where = given.called("parentheses")
+    marks = Parentheses.parse(text, where)
+    if marks.is_fine_by(Path(model), size):
+        return
+    from kvspan.engine.loading import load_tokenizer
 
-        try:
-            tokenizer = load_tokenizer(model)
-        except KvspanError:
-            return  # vLLM has more ways to load one, or says itself what is wrong
-        where = given.called("parentheses")
-        Parentheses.parse(text, where).check(tokenizer, size, where)
+    try:
+        tokenizer = load_tokenizer(model)
+    except KvspanError:
+        return  # vLLM has more ways to load one, or says itself what is wrong
+    marks.check(tokenizer, size, where)
 
 
 def retrieval_env(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, str]:
