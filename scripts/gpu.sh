@@ -10,6 +10,7 @@
 # WHEELS  a folder of wheels that it lacks; if kvspan is among them, it is used and nothing is built
 # OUT     the folder of the results (default bench/results)
 # DEVICE  cuda (default), or cpu: a rehearsal of all this without a GPU
+# SANITIZER  a tool of compute-sanitizer (memcheck, racecheck) to run the tests of kernels under
 # PYTEST_ARGS, TOKENS, REPEATS  arguments of pytest; tokens that are moved and samples of a bench
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -51,6 +52,10 @@ sys.exit(sys.argv[1] == "cuda" and not ops.cuda_status()[0].isdigit())' "$device
 
 # From the tests' folder: the sources must not stand in for what was built.
 failed=0
+if [ -n "${SANITIZER:-}" ]; then
+  (cd tests/python && compute-sanitizer --tool "$SANITIZER" --error-exitcode 9 "$python" -m pytest -q \
+    -p no:cacheprovider test_devices.py test_gated_delta_devices.py -k "$device") || failed=1
+fi
 (cd tests/python && "$python" -m pytest -q -p no:cacheprovider test_devices*.py \
   test_gated_delta_devices.py test_copy_queue.py test_streams.py ${PYTEST_ARGS:-}) || failed=1
 "$python" bench/devices.py --device "$device" --tokens "${TOKENS:-16384}" --repeats "${REPEATS:-9}" \

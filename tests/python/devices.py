@@ -1,4 +1,5 @@
-"""The devices that tests run on: the CPU, and a GPU where there is one."""
+"""The devices that tests run on: the CPU, and where there are some a GPU, and one that is not the
+current device."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ import torch
 
 from kvspan import _core
 
-HAS_CUDA = _core.cuda_device_count() > 0 and torch.cuda.is_available()
-DEVICES = ["cpu", "cuda"] if HAS_CUDA else ["cpu"]
+_COUNT = torch.cuda.device_count() if _core.cuda_device_count() else 0
+DEVICES = ["cpu", "cuda", "cuda:1"][: 1 + _COUNT]
 
 
 def stream_of(device: str) -> int:
     """torch's current stream, as kvspan's operations take it."""
-    return int(torch.cuda.current_stream().cuda_stream) if device == "cuda" else 0
+    return 0 if device == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def captured(call: Callable[[], object], device: str) -> Callable[[], object]:
@@ -23,12 +24,18 @@ def captured(call: Callable[[], object], device: str) -> Callable[[], object]:
     if device == "cpu":
         call()
         return call
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+
+    def replay() -> None:
+        with torch.cuda.device(device):
+            graph.replay()
+
+    return replay

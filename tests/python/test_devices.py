@@ -161,8 +161,8 @@ def test_plans(host_blocks: int, device: str) -> None:
 @pytest.mark.parametrize("chunk_bytes", [1000, 1 << 20])
 def test_copy_queue(chunk_bytes: int, device: str) -> None:
     """Out of pools into page-locked memory and back, ordered behind and before the stream."""
-    is_cuda = device == "cuda"
-    stream: Any = torch.cuda.Stream() if is_cuda else 0
+    is_cuda = device != "cpu"
+    stream: Any = torch.cuda.Stream(device) if is_cuda else 0
     blocks = np.array([4, 0, 9, 3])
     pools = [layout(random_keys(10, 4, 3, 40, dtype=torch.bfloat16).to(device))
              for layout in (nhd, hnd, odd)]  # fmt: skip
@@ -174,7 +174,7 @@ def test_copy_queue(chunk_bytes: int, device: str) -> None:
         torch.cuda.stream(stream if is_cuda else None),
     ):
         if is_cuda:
-            stream.wait_stream(torch.cuda.default_stream())
+            stream.wait_stream(torch.cuda.default_stream(device))
         for pool in pools:
             pool.mul_(2)
         reservation = tier.reserve(b"span", nbytes, cost=1)
@@ -209,7 +209,7 @@ def test_an_error_is_told_once(device: str) -> None:
     with pytest.raises(ValueError, match="this copy queue is closed"):
         queue.submit([np.zeros(1)], [np.zeros(1)])
     locked = np.zeros(1 << 16, np.uint8)
-    if device == "cuda":
+    if device != "cpu":
         first = HostTier(1 << 16, memory=locked, page_locked=True)
         with pytest.raises(RuntimeError, match="cudaErrorHostMemoryAlreadyRegistered"):
             HostTier(1 << 16, memory=locked, page_locked=True)

@@ -303,7 +303,7 @@ class _HostBlocks:
         shape = (count, *tensor.shape[1:])
         if isinstance(tensor, np.ndarray):
             return np.empty(shape, tensor.dtype)
-        return tensor.new_empty(shape, device="cpu", pin_memory=tensor.is_cuda)
+        return tensor.new_empty(shape, device="cpu")
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         tensor = self.tensors[0]
