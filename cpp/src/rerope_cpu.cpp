@@ -167,6 +167,8 @@ std::int64_t table_slot(const RotateKernel& kernel, std::int64_t i) {
       return step + in_step % 2 * (kernel.step / 2) + in_step / 2;
     case ElementOrder::kLanes:
       return step + in_step % 16 / 4 * (kernel.step / 4) + in_step / 16 * 4 + in_step % 4;
+    case ElementOrder::kPairLanes:  // entries are of pairs, 8 of which are 16 elements
+      return step + in_step % 8 / 4 * (kernel.step / 2) + in_step / 8 * 4 + in_step % 4;
   }
   return i;
 }

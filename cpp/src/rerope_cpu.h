@@ -38,8 +38,9 @@ using RotateBlock = void (*)(const RotateArgs& args);
 // Of a kernel's step of elements, the vectors of floats that hold them, and of its tables.
 enum class ElementOrder {
   kPlain,
-  kEvenOdd,  // first the even elements, then the odd ones
-  kLanes,    // of each 16 elements four to a vector: as bytes come apart within lanes of 128 bits
+  kEvenOdd,    // first the even elements, then the odd ones
+  kLanes,      // of each 16 elements four to a vector: as bytes come apart within lanes of 128 bits
+  kPairLanes,  // the even elements, then the odd ones, each of each 16 elements four to a vector
 };
 
 struct RotateKernel {

@@ -188,10 +188,13 @@ inline Bytes encode_lanes(F32 power, F32 v) {
   return multiply_add(sum, (Bytes)(U32{} + (uint32_t{kExponentUnit} << 16 | kUnit)));
 }
 
-template <typename Format>
+// kSplits: the even elements to the first two vectors, the odd ones to the others.
+template <typename Format, bool kSplits>
 struct Float8Step {
+  static constexpr bool kSplitsPairs = kSplits;
   static constexpr int kVectors = 4;
-  static constexpr ElementOrder kOrder = ElementOrder::kLanes;
+  static constexpr ElementOrder kOrder =
+      kSplitsPairs ? ElementOrder::kPairLanes : ElementOrder::kLanes;
 
   // The first stage of loading: the two bytes of each number's bfloat16.
   struct Halves {
@@ -203,16 +206,22 @@ struct Float8Step {
     return halves;
   }
 
-  static void widen(const Halves& halves, F32* x) {
-    const Bytes first = zip_bytes_low(halves.low, halves.high);
-    const Bytes second = zip_bytes_high(halves.low, halves.high);
-    x[0] = (F32)zip_words_low(Bytes{}, first);
-    x[1] = (F32)zip_words_high(Bytes{}, first);
-    x[2] = (F32)zip_words_low(Bytes{}, second);
-    x[3] = (F32)zip_words_high(Bytes{}, second);
+  // The second stage: one of the four vectors.
+  static F32 widen(const Halves& halves, int vector) {
+    if constexpr (kSplitsPairs) {
+      const Bytes words = vector % 2 == 0 ? zip_bytes_low(halves.low, halves.high)
+                                          : zip_bytes_high(halves.low, halves.high);
+      return (F32)(vector < 2 ? (U32)words << 16 : (U32)words & 0xffff0000);
+    }
+    const Bytes words = vector < 2 ? zip_bytes_low(halves.low, halves.high)
+                                   : zip_bytes_high(halves.low, halves.high);
+    return (F32)(vector % 2 == 0 ? zip_words_low(Bytes{}, words) : zip_words_high(Bytes{}, words));
   }
 
-  static void load(const void* p, F32* x) { widen(take_apart(load_bytes(p)), x); }
+  static void load(const void* p, F32* x) {
+    const Halves halves = take_apart(load_bytes(p));
+    for (int v = 0; v < kVectors; ++v) x[v] = widen(halves, v);
+  }
 
   static constexpr size_t kStoreBytes = sizeof(Bytes);
   template <bool kStream>
@@ -223,27 +232,30 @@ struct Float8Step {
   // To nearest even; what lies beyond the largest number, infinity included, becomes that. NaN
   // becomes 0x7f, as CUDA's conversion has it.
 #if defined(__AVX512VBMI__)
-  static Bytes encode(const F32* x) { return pick(round(x)); }
-
-  // The first stage of storing: bytes of which each number's code and sign are two.
-  struct Rounded {
-    Bytes first, second;  // of 32 numbers each
-  };
-  static Rounded round(const F32* x) {
-    // The code in a lane's byte 1, its sign in byte 3.
-    constexpr int kOffset = (kAdded + 255) / 256 * 256 - kAdded;
-    Bytes lanes[4];
-    for (int v = 0; v < 4; ++v) {
-      constexpr int kLargerMagnitude = 3;  // with the sign of the first
-      const auto at_least = (U32)_mm512_maskz_range_ps(
-          0xffff, (__m512)x[v], (__m512)(U32{} + Format::kLeast), kLargerMagnitude);
-      lanes[v] = encode_lanes<Format, kUnit, kOffset>((F32)(at_least & 0xff800000), x[v]);
-    }
-    const Bytes pair = load_bytes(kIndices.pair);
-    return {_mm512_permutex2var_epi8(lanes[0], pair, lanes[1]),
-            _mm512_permutex2var_epi8(lanes[2], pair, lanes[3])};
+  static Bytes encode(const F32* x) {
+    constexpr int kPartner = kSplitsPairs ? 2 : 1;
+    return pick(
+        {pair_up(round(x[0]), round(x[kPartner])), pair_up(round(x[3 - kPartner]), round(x[3]))});
   }
 
+  // The first stage of storing: the code in a lane's byte 1, its sign in byte 3.
+  static Bytes round(F32 v) {
+    constexpr int kOffset = (kAdded + 255) / 256 * 256 - kAdded;
+    constexpr int kLargerMagnitude = 3;  // with the sign of the first
+    const auto at_least = (U32)_mm512_maskz_range_ps(
+        0xffff, (__m512)v, (__m512)(U32{} + Format::kLeast), kLargerMagnitude);
+    return encode_lanes<Format, kUnit, kOffset>((F32)(at_least & 0xff800000), v);
+  }
+
+  // The second one: these two bytes of each lane of two vectors.
+  static Bytes pair_up(Bytes a, Bytes b) {
+    return _mm512_permutex2var_epi8(a, load_bytes(kIndices.pair), b);
+  }
+
+  // The third one: of pairs of vectors 0 and 1, 2 and 3, or, if pairs are split, 0 and 2, 1 and 3.
+  struct Rounded {
+    Bytes first, second;
+  };
   static Bytes pick(const Rounded& rounded) {
     const Bytes code =
         _mm512_permutex2var_epi8(rounded.first, load_bytes(kIndices.code), rounded.second);
@@ -268,7 +280,8 @@ struct Float8Step {
     constexpr Indices() : pair{}, code{}, sign{} {
       for (int i = 0; i < 64; ++i) {
         pair[i] = static_cast<uint8_t>(4 * (i / 2) + 1 + i % 2 * 2);
-        const int vector = i % 16 / 4, lane = i / 16 * 4 + i % 4;
+        const int vector = kSplitsPairs ? i % 16 / 8 * 2 + i % 2 : i % 16 / 4;
+        const int lane = i / 16 * 4 + (kSplitsPairs ? i % 8 / 2 : i % 4);
         code[i] = static_cast<uint8_t>(32 * vector + 2 * lane);
         sign[i] = static_cast<uint8_t>(code[i] + 1);
       }
@@ -316,10 +329,18 @@ struct Float8Step {
 };
 
 template <>
-struct Step<Float8E4M3> : Float8Step<FormatE4M3> {};
+struct Step<Float8E4M3> : Float8Step<FormatE4M3, false> {};
 
 template <>
-struct Step<Float8E5M2> : Float8Step<FormatE5M2> {};
+struct Step<Float8E5M2> : Float8Step<FormatE5M2, false> {};
+
+#if defined(__AVX512VBMI__)
+template <>
+struct PairStep<Float8E4M3> : Float8Step<FormatE4M3, true> {};
+
+template <>
+struct PairStep<Float8E5M2> : Float8Step<FormatE5M2, true> {};
+#endif
 
 }  // namespace
 }  // namespace kvspan::cpu

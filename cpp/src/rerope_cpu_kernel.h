@@ -84,13 +84,13 @@ inline void rotate_neox(const T* src, T* dst, int64_t rotary_dim, const float* c
 template <typename T, bool kStream>
 inline void rotate_interleaved(const T* src, T* dst, int64_t rotary_dim, const float* cos_table,
                                const float* sin_table) {
-  constexpr int kVectors = Step<T>::kVectors;
+  constexpr int kVectors = PairStep<T>::kVectors;
   constexpr int64_t kSize = kStepSize<T>;
   int64_t i = 0;
   const auto rotate = [&]<bool kStreams>(const T* in, T* out) {
     F32 x[kVectors];
-    Step<T>::load(in, x);
-    if constexpr (Step<T>::kOrder == ElementOrder::kEvenOdd) {
+    PairStep<T>::load(in, x);
+    if constexpr (PairStep<T>::kSplitsPairs) {
       for (int v = 0; v < kVectors / 2; ++v) {
         const int64_t at = i / 2 + v * kWidth;
         const F32 c = load(cos_table + at), s = load(sin_table + at);
@@ -104,7 +104,7 @@ inline void rotate_interleaved(const T* src, T* dst, int64_t rotary_dim, const f
         x[v] = x[v] * load(cos_table + at) + swap_pairs(x[v]) * load(sin_table + at);
       }
     }
-    Step<T>::template store<kStreams>(out, x);
+    PairStep<T>::template store<kStreams>(out, x);
   };
   for (; i + kSize <= rotary_dim; i += kSize) {
     rotate.template operator()<kStream>(src + i, dst + i);
@@ -183,13 +183,8 @@ template <typename T, bool kIsNeox, bool kStream>
 inline void rotate_rows_with(const RotateArgs& args) {
 #if defined(__AVX512VBMI__)
   if constexpr (sizeof(T) == 1) {
-    if (args.rotary_dim % kUnitSize<T> == 0) {
-      return rotate_rows_in_stages<T, kIsNeox, kStream, false>(args);
-    }
-    const bool has_pairs = args.num_outer * args.num_inner % 2 == 0;
-    if (args.rotary_dim == kUnitSize<T> / 2 && has_pairs) {
-      return rotate_rows_in_stages<T, kIsNeox, kStream, true>(args);
-    }
+    using S = typename StepOf<T, kIsNeox>::Type;
+    if (try_rotate_rows_in_stages<S, kStream>(args)) return;
   }
 #endif
   if constexpr (kIsNeox) {
@@ -223,12 +218,14 @@ void rotate_rows(const RotateArgs& args) {
 
 template <typename T, bool kIsNeox>
 inline RotateKernel rows_kernel() {
-  constexpr ElementOrder kOrder = Step<T>::kOrder;
-  RotateKernel kernel{rotate_rows<T, kIsNeox>, kOrder, kStepSize<T>, false};
-  if (!kIsNeox && kOrder == ElementOrder::kEvenOdd) {
-    kernel.order = ElementOrder::kPlain;  // each pair is apart
-  } else {
-    kernel.expanded = !kIsNeox;
+  using S = typename StepOf<T, kIsNeox>::Type;
+  RotateKernel kernel{rotate_rows<T, kIsNeox>, S::kOrder, kStepSize<T>, !kIsNeox};
+  if constexpr (!kIsNeox) {
+    if (S::kSplitsPairs) {  // an entry for each pair
+      kernel.expanded = false;
+      kernel.step /= 2;
+      if (kernel.order == ElementOrder::kEvenOdd) kernel.order = ElementOrder::kPlain;
+    }
   }
   return kernel;
 }
@@ -249,6 +246,10 @@ inline RotateKernels rotate_kernels() {
   kernels.vec[kStoreBF16][1].run = rotate_vec<BFloat16, true>;
   kernels.vec[kStoreF16][0].run = rotate_vec<Float16, false>;
   kernels.vec[kStoreF16][1].run = rotate_vec<Float16, true>;
+  kernels.vec[kStoreE4M3][0].run = rotate_vec<Float8E4M3, false>;
+  kernels.vec[kStoreE4M3][1].run = rotate_vec<Float8E4M3, true>;
+  kernels.vec[kStoreE5M2][0].run = rotate_vec<Float8E5M2, false>;
+  kernels.vec[kStoreE5M2][1].run = rotate_vec<Float8E5M2, true>;
   return kernels;
 }
 

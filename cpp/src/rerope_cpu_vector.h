@@ -250,6 +250,22 @@ struct Step<BFloat16> {
   }
 };
 
+// The step of pairs of neighbours: another one where even and odd elements come apart at no cost.
+template <typename T>
+struct PairStep : Step<T> {
+  static constexpr bool kSplitsPairs = Step<T>::kOrder == ElementOrder::kEvenOdd;
+};
+
+template <typename T, bool kIsNeox>
+struct StepOf {
+  using Type = Step<T>;
+};
+
+template <typename T>
+struct StepOf<T, false> {
+  using Type = PairStep<T>;
+};
+
 // Elements of a step.
 template <typename T>
 inline constexpr int64_t kStepSize = int64_t{Step<T>::kVectors} * kWidth;
