@@ -1,0 +1,5 @@
+// See cuda_runtime.h beside this.
+#pragma once
+
+using CUcontext = struct FakeContext*;
+enum CUresult { CUDA_SUCCESS = 0 };
