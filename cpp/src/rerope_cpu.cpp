@@ -202,43 +202,15 @@ void copy(const BlockLayout& layout, const TensorView& src, std::int64_t src_blo
   copy_block(layout, block_data(src, src_block), block_data(dst, dst_block));
 }
 
-// Asks for a line of each page of a block: a translation that misses holds up what comes after it,
-// and many that miss together take hardly longer than one. Always inlined: GCC takes a function
-// that does nothing else for one without effect, and drops its calls.
-[[gnu::always_inline]] inline void prefetch_pages(const BlockLayout& layout, const char* block,
-                                                  std::int64_t outer_bytes,
-                                                  std::int64_t inner_bytes) {
-  constexpr std::int64_t kPage = 4096;  // the least there is
-  const std::int64_t step =
-      std::max(kPage / std::max<std::int64_t>(inner_bytes, 1), std::int64_t{1});
-  for (std::int64_t outer = 0; outer < layout.num_outer; ++outer) {
-    for (std::int64_t inner = 0; inner < layout.num_inner; inner += step) {
-      const char* row = block + outer * outer_bytes + inner * inner_bytes;
-      for (std::int64_t byte = 0; byte < layout.row_bytes; byte += kPage) {
-        __builtin_prefetch(row + byte);
-      }
-    }
-  }
-}
-
-[[gnu::always_inline]] inline void prefetch_pages(const BlockLayout& layout, const TensorView& src,
-                                                  std::int64_t src_block, const TensorView& dst,
-                                                  std::int64_t dst_block) {
-  const char* from = block_data(src, src_block);
-  const char* to = block_data(dst, dst_block);
-  prefetch_pages(layout, from, layout.src_outer_bytes, layout.src_inner_bytes);
-  if (from != to) prefetch_pages(layout, to, layout.dst_outer_bytes, layout.dst_inner_bytes);
-}
-
 [[gnu::always_inline]] inline void prefetch_pages(const LayerPlan& plan, std::int64_t src_block,
                                                   std::int64_t dst_block) {
   const ReropeLayer& layer = *plan.layer;
-  prefetch_pages(plan.k_layout, layer.k_src, src_block, layer.k_dst, dst_block);
-  const bool moves_values =
-      layer.v_src.data && block_data(layer.v_src, src_block) != block_data(layer.v_dst, dst_block);
-  if (moves_values) {
-    prefetch_pages(plan.v_layout, layer.v_src, src_block, layer.v_dst, dst_block);
-  }
+  prefetch_pages(plan.k_layout, block_data(layer.k_src, src_block),
+                 block_data(layer.k_dst, dst_block));
+  if (!layer.v_src.data) return;
+  const char* from = block_data(layer.v_src, src_block);
+  const char* to = block_data(layer.v_dst, dst_block);
+  if (from != to) prefetch_pages(plan.v_layout, from, to);
 }
 
 // Items [begin, end) of one group's layers and one run's moves: layer by layer, so that blocks that
