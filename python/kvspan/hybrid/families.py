@@ -171,6 +171,10 @@ class Family(ABC):
 class Qwen35(Family):
     """Qwen3.5 and Qwen3.5-MoE: q, k, v in one projection, z, b and a in one each."""
 
+    def rotary(self, x: Tensor, positions: Tensor) -> Any:
+        # Text has one position on all three axes; not every transformers 5 spreads it itself.
+        return self.base.rotary_emb(x[None], positions.expand(3, 1, -1))
+
     def _project(self, la: Any, h: Tensor, outputs: bool) -> Projected:
         z = la.in_proj_z(h) if outputs else None
         return Projected(la.in_proj_qkv(h), z, *self._gate_inputs(la, h))
