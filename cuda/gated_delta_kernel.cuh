@@ -128,11 +128,12 @@ __device__ inline void apply_decay(Matrix square, int count, const float* alpha,
 
 // x <- (I - system)^-1 x for 64 columns: tiles of rows by products, each tile's own corner by
 // substitution, a thread a column.
+template <bool kPrecise>
 __device__ inline void solve_triangular(Matrix system, Matrix x, int rows) {
   for (int first = 0; first < rows; first += kTile) {
     if (first > 0) {
-      multiply<false, false>(from(x, first, 0), from(system, first, 0), x, kTile, kColumns, first,
-                             true);
+      multiply<kPrecise, false, false>(from(x, first, 0), from(system, first, 0), x, kTile,
+                                       kColumns, first, true);
       __syncthreads();
     }
     for (int column = static_cast<int>(threadIdx.x); column < kColumns;
@@ -159,6 +160,7 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 2)  // shared memory allows 
 #else
   alignas(32) static float shared[1 << 16];
 #endif
+  constexpr bool kPrecise = std::is_same_v<T, float>;  // 16-bit types are rounded more than that
   const int strips = (args.value_dim + kColumns - 1) / kColumns;
   const int head = static_cast<int>(blockIdx.x) / strips;
   const int first_column = static_cast<int>(blockIdx.x) % strips * kColumns;
@@ -223,10 +225,11 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 2)  // shared memory allows 
       prefix[i] = before;
       to_end[i] = after;
     }
-    multiply<false, true, true>(system, keys, transpose(keys), rows, rows, depth, false);
-    multiply<false, false>(updates, keys, state, rows, kColumns, depth, false);
+    multiply<kPrecise, false, true, true>(system, keys, transpose(keys), rows, rows, depth, false);
+    multiply<kPrecise, false, false>(updates, keys, state, rows, kColumns, depth, false);
     if (has_queries) {
-      multiply<false, true, true>(weights, queries, transpose(keys), rows, rows, depth, false);
+      multiply<kPrecise, false, true, true>(weights, queries, transpose(keys), rows, rows, depth,
+                                            false);
     }
     __syncthreads();
     apply_decay(system, count, alpha, beta, true);
@@ -252,17 +255,17 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 2)  // shared memory allows 
       }
     }
     __syncthreads();
-    solve_triangular(system, updates, rows);
+    solve_triangular<kPrecise>(system, updates, rows);
     if (has_queries) {
       // The system is no longer needed: outputs take its place.
-      multiply<false, false>(system, queries, state, rows, kColumns, depth, false);
+      multiply<kPrecise, false, false>(system, queries, state, rows, kColumns, depth, false);
       __syncthreads();
       for (int item = static_cast<int>(threadIdx.x); item < count * kColumns;
            item += static_cast<int>(blockDim.x)) {
         system.data[item / kColumns * system.stride + item % kColumns] *= prefix[item / kColumns];
       }
       __syncthreads();
-      multiply<false, false>(system, weights, updates, rows, kColumns, rows, true);
+      multiply<kPrecise, false, false>(system, weights, updates, rows, kColumns, rows, true);
       __syncthreads();
       T* out = static_cast<T*>(args.out) + begin * args.out_token_stride +
                head * args.out_head_stride + first_column;
@@ -283,7 +286,7 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 2)  // shared memory allows 
       state.data[item / kColumns * state.stride + item % kColumns] *= decay;
     }
     __syncthreads();
-    multiply<true, false>(state, transpose(keys), updates, depth, kColumns, rows, true);
+    multiply<kPrecise, true, false>(state, transpose(keys), updates, depth, kColumns, rows, true);
   }
   __syncthreads();
 

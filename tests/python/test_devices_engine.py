@@ -60,6 +60,5 @@ def test_hybrids(name: str, device: str) -> None:
                 logits = oracle(torch.tensor([prompt])).logits[0, -1]
             expected = logits.log_softmax(-1).numpy()
             assert answer.first_logprobs is not None
-            # On a GPU the gated delta rule multiplies as tf32.
-            assert np.abs(answer.first_logprobs - expected).max() <= 2e-2
+            assert np.abs(answer.first_logprobs - expected).max() <= 1e-3
         assert answer.usage.cached_tokens >= 170

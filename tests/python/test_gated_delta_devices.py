@@ -1,6 +1,6 @@
 """The linear-attention operations on every device present, against their twins in float64.
 
-CUDA multiplies matrices as tf32; the CPU is held to its own, tighter bounds elsewhere.
+CUDA multiplies matrices of 16-bit types as tf32; the CPU is held to tighter bounds elsewhere.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LENGTHS = (65, 0, 1, 130, 64)
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: str) -> None:
     error = (found.cpu().double() - expected).abs().max().item()
-    assert error <= 1e-2 * expected.abs().max().item()
+    assert error <= (1e-4 if dtype == "fp32" else 1e-2) * expected.abs().max().item()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -50,8 +50,8 @@ def test_gated_delta(layout: str, dtype: str, device: str) -> None:
         state_layout=layout,
         stream=stream_of(device),
     )
-    assert_close(out, expected_out)
-    assert_close(state, expected_state)
+    assert_close(out, expected_out, dtype)
+    assert_close(state, expected_state, dtype)
     only = ops.gated_delta_state(
         *there[1:],
         initial_state=initial.to(device),
@@ -99,5 +99,5 @@ def test_causal_conv1d(dtype: str, device: str) -> None:
         expected, _ = reference_gated_delta.causal_conv1d(
             x.double(), weight.double(), bias.double(), state=expected_state, cu_seqlens=bounds
         )
-        assert_close(out, expected)
+        assert_close(out, expected, dtype)
         assert torch.equal(found_state.cpu(), expected_state)

@@ -20,7 +20,8 @@
 // products of the tokens' exp(g), never a quotient or a difference of sums: nothing overflows for
 // g <= 0, and g = -infinity forgets everything. A float result is within about 1e-5 of the largest
 // component of the exact one (1e-4 in the worst case found: 2000 nearly parallel keys, beta 2, no
-// decay). CUDA multiplies matrices as tf32 (10 bits of mantissa) with float sums: about 1e-3.
+// decay). CUDA multiplies matrices as tf32 (10 bits of mantissa) with float sums: about 1e-3 with
+// inputs of 16 bits; for float inputs it adds the products of the bits that tf32 leaves.
 // The bits depend on the instruction set, but not on threads, on other sequences, on later tokens,
 // or on whether outputs are asked for; and a sequence cut at a multiple of kGatedDeltaChunk and
 // continued from the state there gives the bits of the uncut one.
