@@ -57,6 +57,13 @@ inline void copy_block(const BlockLayout& layout, const char* src, char* dst) {
   }
 }
 
+// Of how many blocks to ask for pages at once: more than these would be forgotten again.
+inline std::int64_t blocks_ahead(const BlockLayout& layout) {
+  constexpr std::int64_t kBytes = 1 << 16, kMost = 8;
+  const std::int64_t bytes = layout.num_outer * layout.num_inner * layout.row_bytes;
+  return std::clamp(kBytes / std::max<std::int64_t>(bytes, 1), std::int64_t{1}, kMost);
+}
+
 // Asks for a line of each page of a block: a translation that misses holds up what comes after it,
 // and many that miss together take hardly longer than one. Always inlined: GCC takes a function
 // that does nothing else for one without effect, and drops its calls.
@@ -76,7 +83,7 @@ inline void copy_block(const BlockLayout& layout, const char* src, char* dst) {
   }
 }
 
-// Of the block to come, and of its destination.
+// Of a block to come, and of its destination.
 [[gnu::always_inline]] inline void prefetch_pages(const BlockLayout& layout, const char* src,
                                                   const char* dst) {
   prefetch_pages(layout, src, layout.src_outer_bytes, layout.src_inner_bytes);

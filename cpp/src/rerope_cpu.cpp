@@ -197,6 +197,13 @@ void fill_tables(const ReropeArgs& args, const LayerPlan& plan, const std::int64
   }
 }
 
+// Orders streamed stores before those of other threads that see this one's work done.
+void end_stream() {
+#if defined(__SSE2__)
+  __builtin_ia32_sfence();
+#endif
+}
+
 void copy(const BlockLayout& layout, const TensorView& src, std::int64_t src_block,
           const TensorView& dst, std::int64_t dst_block) {
   copy_block(layout, block_data(src, src_block), block_data(dst, dst_block));
@@ -223,10 +230,14 @@ void move_items(const ReropeArgs& args, const Plan& plan, const LayerGroup& grou
     return plan.layers[group.begin + static_cast<std::size_t>(item / run_size)];
   };
   const auto move_of = [&](std::int64_t item) { return plan.moves[run.begin + item % run_size]; };
+  const std::int64_t num_ahead = blocks_ahead(plan.layers[group.begin].k_layout);
   for (std::int64_t item = begin; item < end; ++item) {
-    if (item + 1 < end) {
-      const std::int64_t move = move_of(item + 1);
-      prefetch_pages(layer_of(item + 1), args.src_blocks[move], args.dst_blocks[move]);
+    if ((item - begin) % num_ahead == 0) {
+      const std::int64_t last = std::min(item + num_ahead, end - 1);
+      for (std::int64_t next = item + 1; next <= last; ++next) {
+        const std::int64_t move = move_of(next);
+        prefetch_pages(layer_of(next), args.src_blocks[move], args.dst_blocks[move]);
+      }
     }
     const LayerPlan& layer_plan = layer_of(item);
     const ReropeLayer& layer = *layer_plan.layer;
@@ -286,6 +297,7 @@ void rerope(const ReropeArgs& args) {
         first += count;
       }
     }
+    if (plan.stream) end_stream();
   });
 }
 

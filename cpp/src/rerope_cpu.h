@@ -28,7 +28,8 @@ struct RotateArgs {
   std::int64_t dst_outer_stride, dst_inner_stride;
   std::int64_t row_size, rotary_offset, rotary_dim;
   std::int64_t block_size;  // packed layouts only
-  bool stream;              // write past the caches, which what is written would only fill
+  bool stream;              // write past the caches, which what is written would only fill: other
+                            // threads see it once the caller has ended the stream
   const float* cos_table;   // as its RotateKernel says, with kTablePadding entries behind
   const float* sin_table;
 };

@@ -208,7 +208,6 @@ void rotate_rows(const RotateArgs& args) {
   if constexpr (can_stream<T>(Step<T>::kStoreBytes)) {
     if (is_aligned_for_streams<T, kIsNeox>(args)) {
       rotate_rows_with<T, kIsNeox, true>(args);
-      end_stream();
       return copy_rest<T>(args);
     }
   }

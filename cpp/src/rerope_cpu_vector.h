@@ -86,13 +86,6 @@ constexpr bool can_stream(size_t store_bytes) {
 #endif
 }
 
-// Orders streamed stores before those of other threads that see this one's work done.
-inline void end_stream() {
-#if defined(__SSE2__)
-  _mm_sfence();
-#endif
-}
-
 // Between 32-bit lanes and narrower ones (of values that fit); by hand where the compiler's own
 // code is slow.
 inline U32 widen(U16 v) {
