@@ -28,9 +28,10 @@ from kvspan.vllm.hybrid.decay import (
     Cells,
     plan_bounded,
 )
+from kvspan.vllm.hybrid.geometry import Geometry
 from kvspan.vllm.hybrid.plans import Settings
 from kvspan.vllm.hybrid.policy import parse_policy
-from kvspan.vllm.hybrid.store import Geometry, PageStore
+from kvspan.vllm.hybrid.store import PageStore
 from kvspan.vllm.hybrid.tracking import Track
 
 LAYERS = layer_map([LINEAR, LINEAR, FULL, LINEAR, FULL])

@@ -14,10 +14,11 @@ from kvspan.host import DiskLevel, HostTier
 from kvspan.vllm.hybrid import plans
 from kvspan.vllm.hybrid.decay import Cells
 from kvspan.vllm.hybrid.entries import Partings
+from kvspan.vllm.hybrid.geometry import Geometry, cut
 from kvspan.vllm.hybrid.orders import Restore
 from kvspan.vllm.hybrid.plans import Plan, Settings
 from kvspan.vllm.hybrid.policy import parse_policy
-from kvspan.vllm.hybrid.store import Geometry, PageStore, cut
+from kvspan.vllm.hybrid.store import PageStore
 from kvspan.vllm.hybrid.tracking import Track
 from test_vllm_hybrid_decay import HEADS, LAYERS, gates, pages_of
 

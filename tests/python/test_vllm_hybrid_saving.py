@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvspan.host import CopyQueue
+from kvspan.vllm.hybrid.geometry import Geometry, cut
 from kvspan.vllm.hybrid.orders import Fill, Work
 from kvspan.vllm.hybrid.saving import Places, Rows, Saved, Saving, StagedSaving
-from kvspan.vllm.hybrid.store import Geometry, cut
 
 SIZE, BLOCKS, PAGES = 8, 12, 10
 STATE = 333

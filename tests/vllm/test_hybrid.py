@@ -24,7 +24,7 @@ from hybrid_checks import (
     split_at,
     tokens,
 )
-from hybrid_served import HybridServed, difference, save_hybrid
+from hybrid_served import Answer, HybridServed, difference, save_hybrid
 from vllm import SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -150,20 +150,32 @@ def test_restores_among_fresh_requests(
 
 @pytest.mark.parametrize("m", [777, 768])
 def test_nothing_approximate_is_hit(served: HybridServed, m: int) -> None:
-    """What follows an approximate restore is found by nobody, here or in vLLM's own cache; also
-    where the restore ends on a block, and the first step after it at another."""
+    """What follows an approximate restore is found by nobody, here or in vLLM's own cache, but by
+    the next turns of a chat under the same policy; also where the restore ends on a block, and the
+    first step after it at another."""
     long = BASE[:m] + tokens(6, 900)
+    turn = [*long, *tokens(7, 300)]
     expected = split_at(served, m, long[m:])
-    served.ask([BASE + tokens(4, SUFFIX)], 1)
-    before = names(served, b"FTS")
-    (rough,) = served.ask([long], replay="ratio:0.02")
+
+    def chat() -> list[Answer]:
+        served.forget()
+        served.ask([BASE + tokens(4, SUFFIX)], 1)
+        before = names(served, b"S")
+        turns = [served.ask([prompt], 1, replay="ratio:0.02")[0] for prompt in (long, turn)]
+        assert names(served, b"S") == before, "states are exact"
+        return turns
+
+    rough, after = chat()
     assert rough.cached == m and rough.replay["state_from"] == -1
-    assert names(served, b"FTS") == before
+    assert after.cached == len(long) and not after.replay["exact"]
     (answer,) = served.ask([long])
     assert answer.cached <= m and answer.replay["exact"]
     assert difference(answer, expected) < ROUNDING
-    (again,) = served.ask([long], replay="ratio:0.02")
+    (again,) = served.ask([long], replay="ratio:0.05")
     assert again.cached > m, "the exact request is a source"
+    for replay in ("off", "ratio:0.05"):
+        chat()
+        assert served.ask([turn], 1, replay=replay)[0].cached <= m
 
 
 def test_others_salts_are_not_hit(served: HybridServed) -> None:

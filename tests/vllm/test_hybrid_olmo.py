@@ -106,3 +106,20 @@ def test_nothing_approximate_is_hit_after_a_preemption(served: HybridServed) -> 
     assert rough.track.audit.matched == 900 // size * size and not rough.track.audit.exact
     (answer,) = served.ask([BASE[:1797] + tokens(8, SUFFIX)])
     assert answer.cached <= 900
+
+
+def test_approximate_kv_from_the_host_is_not_hit(served: HybridServed) -> None:
+    """The second turn of a chat brings it to blocks of vLLM's; a request that computes the same
+    tokens leaves states of vLLM's own beside them."""
+    turn = BASE[:777] + tokens(6, 900)
+    longer = [*turn, *tokens(7, 300)]
+    served.ask([BASE], 1)
+    for prompt, cached in ((turn, 777), (longer, len(turn))):
+        (rough,) = served.ask([prompt], 1, replay="ratio:0.0001")
+        assert rough.cached == cached and not rough.replay["exact"]
+    served.ask([longer], 1, replay="off")
+    (answer,) = served.ask([[*longer, *tokens(8, SUFFIX)]], replay="off")
+    assert answer.cached > len(turn) or served.mode == "none"
+    served.forget()
+    (full,) = served.ask([[*longer, *tokens(8, SUFFIX)]], replay="off")
+    assert difference(answer, full) < ROUNDING

@@ -63,19 +63,24 @@ class Asked:
         )  # fmt: skip
 
 
-def random_ask(rng: random.Random, bases: list[list[int]]) -> Asked:
-    """A beginning that others share and an end of its own; now and then another's salt, a long
-    answer, or log-probabilities of the prompt, for which nothing may be reused."""
+def random_ask(rng: random.Random, bases: list[list[int]], asked: list[Asked]) -> Asked:
+    """A beginning that others share and an end of its own, or the next turn of a request before;
+    now and then another's salt, a long answer, or log-probabilities of the prompt, for which
+    nothing may be reused."""
     size = rng.randint(1, 1400)
     if rng.random() < 0.2:
         size = size // 128 * 128 or 128  # on a block
     ids = rng.choice(bases)[:size] + tokens(rng.randint(10, 10**6), rng.randint(1, 80))
+    before = rng.choice(asked[-12:]) if asked and rng.random() < 0.3 else None
+    if before is not None and before.output is not None:
+        turn = [*before.prompt["prompt_token_ids"], *before.output.outputs[0].token_ids]
+        ids = (turn + ids[-40:])[-1500:] if len(turn) < 1460 else ids
     prompt: dict[str, Any] = {"prompt_token_ids": ids}
     if rng.random() < 0.1:
         prompt["cache_salt"] = "another"
     return Asked(
         prompt,
-        rng.choice(["exact", "exact", "exact", "ratio:0.05", "off"]),
+        rng.choice(["exact", "exact", "ratio:0.05", "ratio:0.05", "off"]),
         rng.randint(1, 24) if rng.random() < 0.9 else rng.randint(100, 200),
         1 if rng.random() < 0.05 else None,
     )
@@ -97,7 +102,7 @@ def drive(served: HybridServed, rng: random.Random, seen: Counter[str]) -> list[
         patch.setattr(scheduler, "_preempt_request", preempt_and_count)
         while len(asked) < REQUESTS or live:
             if len(asked) < REQUESTS and len(live) < 8 and rng.random() < 0.4:
-                one = random_ask(rng, bases)
+                one = random_ask(rng, bases, asked)
                 name, priority = str(len(asked)), rng.randint(0, 2)
                 params = one.params(one.replay)
                 engine.add_request(name, one.prompt, params, priority=priority)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from hybrid_served import HybridServed
 from transformers import AutoModelForCausalLM
 
 from kvspan.vllm.hybrid.decay import CELL, DECAY
-from kvspan.vllm.hybrid.store import page_of
+from kvspan.vllm.hybrid.geometry import page_of
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "python")]

@@ -119,7 +119,23 @@ class Partings:
 
 
 class Match(NamedTuple):
-    """The longest cached prefix of a prompt: `length` tokens, covered by `pages`."""
+    """The longest cached prefix of a prompt: `length` tokens, covered by `pages`. exact: of the
+    first how many they hold what a prefill gives; all but where a domain was asked for."""
 
     length: int
     pages: tuple[Found, ...]
+    exact: int
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Keys of pages that follow approximate restores under one policy, made of exact ones.
+
+    Whoever looks for exact pages looks for exact keys and parents, and so never finds these, nor
+    does a request under another policy. policy: all that it says.
+    """
+
+    policy: str
+
+    def __call__(self, key: bytes) -> bytes:
+        return digest_fields("kvspan/vllm/hybrid/approximate/v1", self.policy, key)

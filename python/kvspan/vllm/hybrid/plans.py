@@ -17,8 +17,9 @@ from kvspan.hybrid.groups import LayerMap
 from kvspan.hybrid.plan import GroupPlan, budget
 from kvspan.vllm.hybrid.decay import Bounds, plan_bounded
 from kvspan.vllm.hybrid.entries import FoundState, Match, state_name
+from kvspan.vllm.hybrid.geometry import Geometry, page_of
 from kvspan.vllm.hybrid.policy import Policy
-from kvspan.vllm.hybrid.store import Geometry, PageStore, page_of
+from kvspan.vllm.hybrid.store import PageStore
 
 
 @dataclass
@@ -68,7 +69,8 @@ class Plan:
     pages, state: what it reads, which the store keeps until `release`. start: where the replay
     begins, from `state` or, without one, from zero. bounds: where each group's does instead. parts:
     where the states of groups are that start from one of their own; part_views: what has them.
-    parting: under "bounded", the name that an exact state at `length` has.
+    parting: under "bounded", the name that an exact state at `length` has. apart: where what is
+    approximate begins, in KV and hidden vectors; `length` where nothing of them is.
     """
 
     length: int
@@ -84,6 +86,7 @@ class Plan:
     parts: dict[int, Spans] = field(default_factory=dict)
     part_views: list[View] = field(default_factory=list)
     parting: bytes = b""
+    apart: int = 0
 
     def release(self) -> None:
         for view in (*self.pages, *self.part_views):
@@ -138,7 +141,7 @@ def make_plan(
     if bounds is not None:
         reached = not any(group.bound for group in bounds.groups)
         start = min(group.start for group in bounds.groups)
-    exact = reached and (settings.pair or start == length)
+    exact = reached and (settings.pair or start == length) and match.exact == length
     audit = ReplayAudit(
         policy=str(policy),
         matched=length,
@@ -154,7 +157,7 @@ def make_plan(
         ]
     return Plan(
         length, local, start, pages, rest[0] if rest else None, exact, prompt.tokens[:length],
-        audit, policy.name == "zero", bounds, parts, part_views, parting,
+        audit, policy.name == "zero", bounds, parts, part_views, parting, max(match.exact, local),
     )  # fmt: skip
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from kvspan.host.pages import Bytes, Spans
 from kvspan.hybrid.groups import Group
+from kvspan.vllm.hybrid.geometry import Geometry, cut
 from kvspan.vllm.hybrid.loading import Pieces
 from kvspan.vllm.hybrid.orders import Restore
-from kvspan.vllm.hybrid.store import Geometry, cut
 
 
 @dataclass(frozen=True)

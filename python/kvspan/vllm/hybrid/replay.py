@@ -16,12 +16,14 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvspan.host import CopyJob, CopyQueue
+from kvspan.host.pages import Bytes
 from kvspan.hybrid.groups import LINEAR, Group, layer_map
 from kvspan.ops import Stream
 from kvspan.vllm.fence import Fence
 from kvspan.vllm.hybrid.capture import captured, stream
 from kvspan.vllm.hybrid.decay import Bounds
 from kvspan.vllm.hybrid.gates import Gates, Part
+from kvspan.vllm.hybrid.geometry import Geometry
 from kvspan.vllm.hybrid.layers import mixed_qkv
 from kvspan.vllm.hybrid.loading import Loading, Pieces, StagedLoading
 from kvspan.vllm.hybrid.orders import Restore, StateCopy, Table, Work
@@ -30,7 +32,6 @@ from kvspan.vllm.hybrid.reads import Reads
 from kvspan.vllm.hybrid.recurrent import RecurrentStates
 from kvspan.vllm.hybrid.running import GroupRunner
 from kvspan.vllm.hybrid.saving import Places, Rows, Saving, StagedSaving
-from kvspan.vllm.hybrid.store import Bytes, Geometry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -16,9 +16,9 @@ import torch
 from kvspan.host import CopyJob, CopyQueue
 from kvspan.host.pages import Bytes, Spans, copy_bytes
 from kvspan.vllm.fence import Fence
+from kvspan.vllm.hybrid.geometry import Geometry
 from kvspan.vllm.hybrid.orders import Work
 from kvspan.vllm.hybrid.raw import in_memory_order, to_bytes, to_host
-from kvspan.vllm.hybrid.store import Geometry
 
 _ALIGN = 256  # bytes, of what is staged
 _REMEMBERED = 4096  # steps for which it is known that they failed

@@ -234,13 +234,15 @@ class Scheduling(Refusing):
         self.stats.add("replay_approximate_requests", not plan.exact)
         self.stats.add("replay_bytes", track.audit.bytes)
         if not plan.exact:
-            self._keep_apart(tracked, plan.length, table)
+            self._keep_apart(tracked, plan.apart, table)
 
-    def _keep_apart(self, tracked: Tracked, length: int, table: Table) -> None:
-        """Blocks computed after an approximate state get keys that no other request looks up.
+    def _keep_apart(self, tracked: Tracked, start: int, table: Table) -> None:
+        """Blocks from the first approximate position on, `start`, get keys that no other request
+        looks up.
 
-        The block that ends right at the restore is among them: in mode "align" vLLM keeps its
-        recurrent state. Those of the coming step have their ordinary keys already and lose them.
+        Where all of a restore's KV is exact that is its end, where its state is not. The block that
+        ends right there is among them: in mode "align" vLLM keeps its recurrent state. Those of the
+        restore and of the coming step have their ordinary keys already and lose them.
         Each time: a request that vLLM has preempted may go on from an earlier token.
         """
         assert self.manager is not None
@@ -249,8 +251,9 @@ class Scheduling(Refusing):
         if ordinary is None:
             return
         named: set[int] = set()
+        last = max(start - 1, 0)
         for group, blocks in zip(self._caches.kv_cache_groups, table, strict=True):
-            named.update(blocks[(length - 1) // group.kv_cache_spec.block_size :])
+            named.update(blocks[last // group.kv_cache_spec.block_size :])
         self.manager.block_pool.evict_blocks(named)
 
         def hasher(r: Request) -> list[BlockHash]:
@@ -259,7 +262,7 @@ class Scheduling(Refusing):
                 for h in ordinary(r)
             ]
 
-        del request.block_hashes[(length - 1) // self._options.hash_block :]
+        del request.block_hashes[last // self._options.hash_block :]
         request._block_hasher = hasher
         request.update_block_hashes()
 

@@ -10,8 +10,10 @@ level outlived the process: ``F`` (full page) or ``T`` (the beginning of one), p
 key; ``S`` (state), parent, tokens after it, digest of those; ``G`` (the state of some groups of
 layers alone), the same and the groups, one bit for each.
 
-Only exact data comes here: what a request computes after an approximate restore is never added.
-That holds for ``G`` too. A restore within a bound rebuilds some groups exactly and others not; the
+Under the keys of a prompt there is exact data only. What follows an approximate restore is kept for
+the policy "ratio" alone, pages without states, whose keys and parents are others (`Domain`): only
+requests with the same policy look there, once no exact page goes on.
+A restore within a bound rebuilds some groups exactly and others not; the
 exact ones, whose layers' states are those of a prefill, are kept at its boundary under such a name,
 which only requests within a bound ever look for. Nothing else of such a restore is kept but where
 it ended (`Partings`).
@@ -20,19 +22,16 @@ it ended (`Partings`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from kvspan.host import HostTier, View
-from kvspan.host.pages import Spans
 from kvspan.ops import digest_fields
-from kvspan.vllm.hybrid.decay import Cells
 from kvspan.vllm.hybrid.entries import (
     MOST_GROUPS,
     STATE_NAME,
+    Domain,
     Found,
     FoundState,
     Match,
@@ -45,86 +44,9 @@ from kvspan.vllm.hybrid.entries import (
     state_name,
     tail_name,
 )
-
-Bytes = np.ndarray  # uint8
+from kvspan.vllm.hybrid.geometry import Geometry, page_of
 
 MOST_READ = 16  # of the latest beginnings of a page are read from disk, to see how far they match
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """What a page holds, and how long a state is.
-
-    size: positions. layers, block_bytes: attention layers and one's block on one rank. streams,
-    row_bytes: groups of linear-attention layers but the first, and what enters one at one position.
-    state_bytes: the recurrent state of all layers on one rank. ranks: workers that share the heads
-    (tensor parallelism), each with a part of its own of KV and states; hidden vectors are the same
-    on all. cells: of what the gates of linear-attention layers did; None where it is not kept.
-    groups: how many linear-attention layers each group has; all have states of one size.
-    """
-
-    size: int
-    layers: int
-    block_bytes: int
-    streams: int
-    row_bytes: int
-    state_bytes: int = 0
-    ranks: int = 1
-    cells: Cells | None = None
-    groups: tuple[int, ...] = ()
-
-    def part_bytes(self, group: int) -> int:
-        """The states of one group's layers on all ranks."""
-        return self.ranks * self.state_bytes * self.groups[group] // sum(self.groups)
-
-    def parts(self, groups: Sequence[int], spans: Spans) -> dict[int, Spans]:
-        """By group, where its states are in an entry of these groups' that lies at `spans`."""
-        found, at = {}, 0
-        for group in groups:
-            found[group] = cut(spans, at, at + self.part_bytes(group))
-            at += self.part_bytes(group)
-        return found
-
-    @cached_property
-    def page_bytes(self) -> int:
-        """One entry: the number of tokens and the tokens (int64), KV by rank, hidden vectors, and
-        what `cells` describes."""
-        return self._gates_start + (self.cells.nbytes if self.cells else 0)
-
-    @cached_property
-    def kv_bytes(self) -> int:
-        """A page's KV on one rank."""
-        return self.layers * self.block_bytes
-
-    @cached_property
-    def _kv_start(self) -> int:
-        return 8 * (1 + self.size)
-
-    @cached_property
-    def _hidden_start(self) -> int:
-        return self._kv_start + self.ranks * self.kv_bytes
-
-    @cached_property
-    def _gates_start(self) -> int:
-        return self._hidden_start + self.streams * self.size * self.row_bytes
-
-    def tokens(self, page: Bytes) -> Tokens:
-        """int64 [1 + size]: the number of tokens, then the tokens. A view."""
-        return page[: self._kv_start].view(np.int64)
-
-    def kv(self, page: Bytes, rank: int = 0) -> Bytes:
-        """[layers, block_bytes], a rank's blocks in vLLM's own layout. A view."""
-        start = self._kv_start + rank * self.kv_bytes
-        return page[start : start + self.kv_bytes].reshape(self.layers, -1)
-
-    def hidden(self, page: Bytes) -> Bytes:
-        """[streams, size, row_bytes]. A view."""
-        held = page[self._hidden_start : self._gates_start]
-        return held.reshape(self.streams, self.size, self.row_bytes)
-
-    def gates(self, page: Bytes) -> Bytes:
-        """What `cells` describes. A view."""
-        return page[self._gates_start :]
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
@@ -132,21 +54,6 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
     n = min(len(a), len(b))
     differs = np.flatnonzero(a[:n] != b[:n])
     return int(differs[0]) if len(differs) else n
-
-
-def cut(spans: Spans, start: int, end: int) -> Spans:
-    """Where bytes [start, end) of what lies at `spans` are.
-
-    >>> cut(((100, 10), (300, 10)), 8, 12)
-    ((108, 2), (300, 2))
-    """
-    found, base = [], 0
-    for at, count in spans:
-        low, high = max(start - base, 0), min(end - base, count)
-        if low < high:
-            found.append((at + low, high - low))
-        base += count
-    return tuple(found)
 
 
 def root_key(salt: str | None, lora: str, size: int) -> bytes:
@@ -192,27 +99,48 @@ class PageStore:
     def _has(self, name: bytes) -> bool:
         return self.tier.in_memory(name) if self.memory_only else self.tier.contains(name)
 
-    def match(self, keys: Sequence[bytes], root: bytes, tokens: Tokens, limit: int) -> Match:
-        """The longest cached prefix of at most `limit` tokens. keys: of the prompt's full pages."""
+    def match(
+        self, keys: Sequence[bytes], root: bytes, tokens: Tokens, limit: int,
+        domain: Domain | None = None,
+    ) -> Match:  # fmt: skip
+        """The longest cached prefix of at most `limit` tokens. keys: of the prompt's full pages.
+        domain: whose approximate pages may follow the exact ones."""
         size = self.geometry.size
-        pages: list[Found] = []
-        parent = root
-        for i, key in enumerate(keys[: limit // size]):
-            name = full_name(parent, int(tokens[i * size]), key)
+        parents = [root, *keys]
+        pages = self._full_pages(keys[: limit // size], root, tokens)
+        exact = len(pages) * size
+        tail = self._longest_child(parents[len(pages)], tokens[exact:limit])
+        if domain is None or limit == exact:
+            exact += tail.length if tail else 0
+            return Match(exact, (*pages, *([tail] if tail else [])), exact)
+        apart = self._full_pages(
+            [domain(key) for key in keys[len(pages) : limit // size]],
+            domain(parents[len(pages)]),
+            tokens[exact:],
+        )
+        length = exact + len(apart) * size
+        parent = domain(parents[length // size])
+        other = self._longest_child(parent, tokens[length:limit])
+        length += other.length if other else 0
+        if tail and exact + tail.length >= length:
+            return Match(exact + tail.length, (*pages, tail), exact + tail.length)
+        return Match(length, (*pages, *apart, *([other] if other else [])), exact)
+
+    def _full_pages(self, keys: Sequence[bytes], parent: bytes, tokens: Tokens) -> list[Found]:
+        """The first of the pages with these keys, up to one that is not there. tokens: from the
+        parent on."""
+        pages = []
+        for i, key in enumerate(keys):
+            name = full_name(parent, int(tokens[i * self.geometry.size]), key)
             if not self._has(name):
                 break
-            pages.append(Found(name, size))
+            pages.append(Found(name, self.geometry.size))
             parent = key
-        length = len(pages) * size
-        rest = tokens[length:limit]
-        if len(rest):
-            found = self._longest_child(parent, rest)
-            if found is not None:
-                pages.append(found)
-                length += found.length
-        return Match(length, tuple(pages))
+        return pages
 
     def _longest_child(self, parent: bytes, rest: Tokens) -> Found | None:
+        if not len(rest):
+            return None
         place = (parent, int(rest[0]))
         best = None
         for age, name in enumerate(self._children.get(place, [])[::-1]):  # the latest first
@@ -380,9 +308,3 @@ class PageStore:
                 self._states.setdefault(parent, []).append(name)
             elif kind == b"G":
                 self._parts.setdefault(parent, []).append(name)
-
-
-def page_of(view: View) -> Bytes:
-    """A stored page; in one piece, since the tier's pages have its size."""
-    (piece,) = view.pages
-    return piece

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 from kvspan.errors import KvspanError, UsageError
 from kvspan.host import HostTier
 from kvspan.host.folder_lock import check_folder
+from kvspan.host.pages import Bytes
 from kvspan.hybrid.groups import LINEAR, layer_map
 from kvspan.ops import digest_fields
 from kvspan.vllm import HYBRIDS
 from kvspan.vllm.host_disk import check_room, open_disk, weights
 from kvspan.vllm.hybrid.decay import Cells
+from kvspan.vllm.hybrid.geometry import Geometry
 from kvspan.vllm.hybrid.policy import Policy, parse_policy
-from kvspan.vllm.hybrid.store import Bytes, Geometry, PageStore
+from kvspan.vllm.hybrid.store import PageStore
 from kvspan.vllm.plugin import HYBRIDS_MODULE
 from kvspan.vllm.settings import WHERE, check_settings, keeps_decays
 

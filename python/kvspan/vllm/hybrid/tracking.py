@@ -16,7 +16,7 @@ import numpy as np
 from kvspan.host import Fetch
 from kvspan.ops import BlockChain
 from kvspan.vllm.hybrid.decay import Bounds
-from kvspan.vllm.hybrid.entries import MOST_GROUPS, OpenPage, OpenState
+from kvspan.vllm.hybrid.entries import MOST_GROUPS, Domain, OpenPage, OpenState
 from kvspan.vllm.hybrid.orders import Fill, Restore, StateCopy, Table, Work
 from kvspan.vllm.hybrid.plans import Plan, Prompt, ReplayAudit, Settings, make_plan
 from kvspan.vllm.hybrid.policy import Policy
@@ -92,8 +92,15 @@ class Track:
         self.published = 0
         self.last_state = 0
         self.new_states: list[OpenState] = []
+        # Where what is approximate is kept; None: nowhere.
+        self._domain = Domain(f"{policy}, {policy.k_min}") if policy.name == "ratio" else None
         self._chain = BlockChain(settings.page, root=root, span_root=root, anchored=False)
         self._keys: list[bytes] = []
+
+    @property
+    def _is_kept(self) -> bool:
+        """Whether what this request computes may be kept, in one place or the other."""
+        return not self.approximate or self._domain is not None
 
     def keys(self, token_ids: Sequence[int]) -> list[bytes]:
         """Keys of the full pages of token_ids, which only ever grow."""
@@ -135,9 +142,10 @@ class Track:
         self.published = self.last_state = local
         for _ in range(TRIES):  # what cannot be read is forgotten, and what is before it matches
             store.memory_only, store.unread = not read, []
-            match = store.match(keys, self.root, tokens, len(tokens) - 1)
+            match = store.match(keys, self.root, tokens, len(tokens) - 1, self._domain)
             # What is computed from here on joins what is kept only if nothing is missing between.
-            self.capturing = match.length >= local and not self.approximate
+            begun = match.length if self.approximate else match.exact
+            self.capturing = begun >= local and self._is_kept
             if self.policy.name == "off":
                 return None
             short = match.length <= local or match.length < self.settings.least
@@ -170,7 +178,7 @@ class Track:
         size = self.settings.page
         self.audit = plan.audit
         self.approximate = self.approximate or not plan.exact
-        self.capturing = plan.exact and not self.approximate
+        self.capturing = self._is_kept
         self.base = plan.length // size
         self.published = self.last_state = plan.length
         self.pages = []
@@ -197,7 +205,7 @@ class Track:
                 restore.begun = page.at
                 written.pages.append((page, 0, offset, offset))
         replayed = plan.length - plan.start
-        if self.capturing and replayed >= WORTH_KEEPING:
+        if self.capturing and not self.approximate and replayed >= WORTH_KEEPING:
             written.state = store.open_state(plan.length, replayed)
             if written.state is not None:
                 restore.keep = written.state.memory.spans
@@ -285,6 +293,8 @@ class Track:
         return work, written
 
     def _keep_state(self, store: PageStore, work: Work, written: Written, table: Table) -> None:
+        if self.approximate:
+            return
         written.state = store.open_state(written.end, written.end - self.last_state)
         if written.state is not None:
             work.state = StateCopy(written.end, table, written.state.memory.spans)
@@ -302,7 +312,11 @@ class Track:
                 break  # as in most steps of decoding
             keys = self.keys(token_ids)
             tokens = np.asarray(token_ids[index * size : index * size + known], dtype=np.int64)
-            store.publish(page, self.parent(index), tokens, keys[index] if known == size else b"")
+            parent, key = self.parent(index), keys[index] if known == size else b""
+            if self.approximate:
+                assert self._domain is not None, "what is approximate is kept apart or not at all"
+                parent, key = self._domain(parent), self._domain(key) if key else b""
+            store.publish(page, parent, tokens, key)
             self.published = index * size + known
             if known == size:
                 store.close(page)

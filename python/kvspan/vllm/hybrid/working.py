@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kvspan.vllm.hybrid.store import Geometry
+    from kvspan.vllm.hybrid.geometry import Geometry
 
 # Of schedulers in this process, by engine: their tiers' memory.
 LOCAL: dict[str, Bytes] = {}
