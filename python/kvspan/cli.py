@@ -258,7 +258,7 @@ def _add_run(commands: Any) -> None:
     )
     add(
         "--concurrency",
-        type=cli_options.whole(1),
+        type=cli_options.whole(1, cli_options.MOST_COUNTED),
         default=16,
         metavar="N",
         help="calls that may run at the same time (default %(default)s)",

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-reorder", action="store_true", help="run queries in the order they come")
     add(
         "--concurrency",
-        type=cli_options.whole(1),
+        type=cli_options.whole(1, cli_options.MOST_COUNTED),
         default=16,
         metavar="N",
         help="calls of one query that may run at the same time (default %(default)s)",

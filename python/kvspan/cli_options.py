@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # Beyond these a mistake is more likely than a need, and libraries below end the process.
 _MOST_BLOCK_TOKENS, _MOST_THREADS = 65_536, 1024
+MOST_COUNTED = 2**31 - 1  # of tokens, calls and the like; as in `kvspan.query.checks`
 
 
 def add_query_options(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +95,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-tokens",
-        type=whole(0),
+        type=whole(0, MOST_COUNTED),
         metavar="N",
         help="for generates that set none (default: the engine's)",
     )

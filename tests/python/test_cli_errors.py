@@ -66,6 +66,16 @@ USAGE_ERRORS = {
         "",
         "argument --threads: expected a whole number, 1 to 1024, got '1000000000'",
     ),
+    "many tokens": (
+        ["run", "-", "--max-tokens", "1" + "0" * 20],
+        "",
+        "argument --max-tokens: expected a whole number, 0 to 2147483647, got '1000",
+    ),
+    "many calls": (
+        ["run", "-", "--concurrency", "1" + "0" * 20],
+        "",
+        "argument --concurrency: expected a whole number, 1 to 2147483647, got '1000",
+    ),
     "port": (["serve", "--port", "70000"], "", "argument --port: expected a whole number, 0 to 65"),
     "body": (
         ["serve", "--max-body-mib", "1e308", "--host", "256.256.256.256"],

@@ -13,13 +13,6 @@ def to_bytes(tensor: torch.Tensor) -> Bytes:
     return held
 
 
-def to_tensor(held: Bytes, dtype: torch.dtype) -> torch.Tensor:
-    """The opposite of `to_bytes`; a copy where the bytes may not be written."""
-    if not held.flags.writeable:
-        held = held.copy()
-    return torch.from_numpy(held).view(dtype)
-
-
 def to_host(into: Bytes, tensor: torch.Tensor) -> None:
     """Write a tensor's bytes to a contiguous part of the host's memory, which may be longer."""
     size = tensor.numel() * tensor.element_size()
