@@ -129,12 +129,7 @@ void check_keys(const TensorView& keys, const ArgName& name, KvLayout layout) {
   KVSPAN_CHECK_ARG(keys.strides[2] == keys.shape[3] || keys.shape[2] <= 1, name,
                    ": expected contiguous heads (stride ", keys.shape[3], " per token) in layout ",
                    layout_name, ", got stride ", keys.strides[2]);
-  if (layout == KvLayout::kCpuVec) {
-    KVSPAN_CHECK(keys.dtype.bits >= 16, TypeError, name,
-                 ": expected float32, bfloat16 or float16 in layout ", layout_name, ", got ",
-                 to_string(keys.dtype));
-    return;
-  }
+  if (layout == KvLayout::kCpuVec) return;
   KVSPAN_CHECK(keys.dtype == kBFloat16, TypeError, name, ": expected bfloat16 in layout ",
                layout_name, ", got ", to_string(keys.dtype));
   KVSPAN_CHECK_ARG(keys.shape[2] % 16 == 0 && keys.shape[3] % 32 == 0, name,

@@ -215,8 +215,9 @@ def pack_cpu(keys: torch.Tensor, values: torch.Tensor, layout: str) -> torch.Ten
     num_blocks, block_size, num_kv_heads, head_dim = keys.shape
     key_places, value_places = cpu_places(layout, block_size, head_dim)
     packed = keys.new_empty(num_blocks, num_kv_heads, 2 * block_size * head_dim)
-    packed[..., key_places] = keys.transpose(1, 2)
-    packed[..., block_size * head_dim + value_places] = values.transpose(1, 2)
+    bits = bits_of(packed)
+    bits[..., key_places] = bits_of(keys).transpose(1, 2)
+    bits[..., block_size * head_dim + value_places] = bits_of(values).transpose(1, 2)
     return packed.view(num_blocks, num_kv_heads, block_size, 2 * head_dim)
 
 
@@ -224,6 +225,7 @@ def unpack_cpu(packed: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.T
     """Keys and values of :func:`pack_cpu`, copied."""
     block_size, head_dim = packed.shape[2], packed.shape[3] // 2
     key_places, value_places = cpu_places(layout, block_size, head_dim)
-    flat = packed.flatten(2)
+    flat = bits_of(packed).flatten(2)
     keys = flat[..., key_places].transpose(1, 2)
-    return keys, flat[..., block_size * head_dim + value_places].transpose(1, 2)
+    values = flat[..., block_size * head_dim + value_places].transpose(1, 2)
+    return keys.view(packed.dtype), values.view(packed.dtype)

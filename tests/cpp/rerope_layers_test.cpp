@@ -343,7 +343,7 @@ std::vector<PackedCase> packed_cases() {
   std::vector<PackedCase> cases;
   for (const VectorIsa isa : vector_isas()) {
     for (const bool is_neox : {true, false}) {
-      for (const DType dtype : {kFloat32, kBFloat16, kFloat16}) {
+      for (const DType dtype : {kFloat32, kBFloat16, kFloat16, kFloat8E4M3FN, kFloat8E5M2}) {
         cases.push_back({KvLayout::kCpuVec, dtype, is_neox, isa});
       }
       cases.push_back({KvLayout::kCpuAmx, kBFloat16, is_neox, isa});

@@ -60,6 +60,7 @@ def configuration(model_type: str, changes: dict[str, Any]) -> Any:
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(model_type=model_type, rope_parameters=rope),
             quantization=None,
+            dtype=torch.float32,
             get_head_size=lambda: 64,
             architecture="Qwen3_5ForCausalLM",
         ),
@@ -90,11 +91,21 @@ def configuration(model_type: str, changes: dict[str, Any]) -> Any:
         ({}, [window()], "its KV cache is SlidingWindowSpec"),
         ({}, [attention(sliding_window=64)], "; set --disable-sliding-window"),
         (
-            {"cache_config.cache_dtype": "fp8"},
+            {"cache_config.cache_dtype": "fp8_per_token_head"},
             [attention()],
-            "fp8; set --kv-cache-dtype auto",
+            "fp8_per_token_head; set --kv-cache-dtype auto or fp8",
         ),
         ({}, [attention(dtype=torch.uint8)], "torch.uint8; set --kv-cache-dtype auto"),
+        (
+            {"cache_config.cache_dtype": "fp8_e5m2"},
+            [attention(dtype=torch.uint8)],
+            "^$|amx and fp8_e5m2 keeps keys in an unknown layout",
+        ),
+        (
+            {"cache_config.cache_dtype": "fp8", "cache_config.kv_cache_dtype_skip_layers": ["0"]},
+            [attention(dtype=torch.uint8)],
+            "layers without the others' 8-bit KV cache",
+        ),
         ({}, [attention(block_size=64)], "blocks of 64 tokens .*; set --block-size 64"),
         ({"parallel_config.pipeline_parallel_size": 2}, [attention()], "; set --pipeline-parallel"),
         ({"parallel_config.decode_context_parallel_size": 2}, [attention()], "; set --decode-cont"),

@@ -49,7 +49,7 @@ enum class KvLayout : std::uint8_t {
   kTokenRows,
   // vLLM's CPU attention, packed: [num_blocks, num_kv_heads, block_size, 2 * head_dim], where the
   // last two dimensions are contiguous and hold first the head's keys, then its values, of token t:
-  //   kCpuVec  (its "vec" and "vec16"; float32, bfloat16, float16)
+  //   kCpuVec  (its "vec" and "vec16"; all types)
   //     key d at d * block_size + t, value d at t * head_dim + d
   //   kCpuAmx  (its "amx"; bfloat16)
   //     key d at t / 16 * 16 * head_dim + d / 2 * 32 + t % 16 * 2 + d % 2,

@@ -50,8 +50,8 @@ def rerope(
     ``cpu_vec``, ``cpu_amx``
         The packed pools of vLLM's CPU attention, as vLLM allocates them: ``[num_blocks,
         num_kv_heads, block_size, 2 * head_dim]`` with, inside each block and head, first all keys
-        and then all values (``kvspan/rerope.h`` gives the places). ``cpu_vec`` is for float32,
-        bfloat16 and float16, ``cpu_amx`` for bfloat16 on CPUs with AMX. Values are copied beside.
+        and then all values (``kvspan/rerope.h`` gives the places). ``cpu_amx`` is for
+        bfloat16, on CPUs with AMX. Values are copied beside.
 
     Args:
         k_src: ``[num_src_blocks, block_size, num_kv_heads, head_dim]``, or three dimensions without

@@ -18,6 +18,8 @@ Layout = Literal["token_rows", "cpu_vec", "cpu_amx"]
 class BlockMover:
     """caches: per layer, vLLM's tensor [num_blocks, num_kv_heads, block_size, 2 * head_dim].
 
+    8-bit floats are not vLLM's integers here, but of their own type (`kvspan.vllm.support.kept`).
+
     layout: "cpu_vec" or "cpu_amx" for vLLM's CPU attention, whose blocks hold all keys and then all
     values; "token_rows" for GPU attention, whose rows hold a key and then its value.
     inv_freq: float32 [rotary_dim / 2], the same for all layers.

@@ -91,7 +91,8 @@ def open_tier(
         told = digest_fields(
             "kvspan/vllm/span/disk/v1", model.model, model.revision, str(model.dtype),
             model.hf_text_config.to_json_string(), layout, repr(shapes), workers, rank,
-            vllm_config.cache_config.block_size, weights(vllm_config),
+            vllm_config.cache_config.block_size, vllm_config.cache_config.cache_dtype,
+            weights(vllm_config),
         )  # fmt: skip
         disk = open_disk(folder, settings.disk_bytes // workers, told)
     nbytes = settings.memory_bytes // workers

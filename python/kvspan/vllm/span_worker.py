@@ -11,7 +11,7 @@ from kvspan.vllm.attention import apply
 from kvspan.vllm.moving import BlockMover
 from kvspan.vllm.span_setup import HostSettings, open_tier
 from kvspan.vllm.span_steps import StepMetadata, StepReport
-from kvspan.vllm.support import cache_layout, rotary
+from kvspan.vllm.support import cache_layout, kept, rotary
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +33,9 @@ class SpanWorker:
         model = vllm_config.model_config
         self._block_size = vllm_config.cache_config.block_size
         inv_freq, is_neox = rotary(model.hf_text_config, model.get_head_size())
-        cache = next(iter(kv_caches.values()))
-        layout = cache_layout(cache.dtype, self._block_size, model.get_head_size())
-        self._mover = BlockMover(kv_caches, layout, inv_freq, is_neox)
+        layout = cache_layout(vllm_config, self._block_size, model.get_head_size())
+        caches = {layer: kept(cache, vllm_config) for layer, cache in kv_caches.items()}
+        self._mover = BlockMover(caches, layout, inv_freq, is_neox)
         rank = get_tensor_model_parallel_rank()
         self.tier = open_tier(vllm_config, host, kv_caches, layout, rank) if host else None
 

@@ -86,6 +86,7 @@ def no_rows(vllm_config: VllmConfig) -> str:
 
 def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, no_rows: str) -> str:
     """Why spans are off for this configuration; "" when they are on."""
+    from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     if name := missing_hook():
@@ -111,10 +112,15 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, no_rows: st
         return f"its KV cache is {type(spec).__name__}"
     if spec.sliding_window or getattr(spec, "attention_chunk_size", None):
         return "windowed or chunked attention; set --disable-sliding-window if a window is enough"
-    if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
-        return f"kv_cache_dtype {cache.cache_dtype}; set --kv-cache-dtype auto"
-    if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"a KV cache of {spec.dtype}; set --kv-cache-dtype auto"
+    if cache.cache_dtype in _FLOAT8:
+        if current_platform.is_rocm():
+            return f"kv_cache_dtype {cache.cache_dtype} on ROCm; set --kv-cache-dtype auto"
+        if getattr(cache, "kv_cache_dtype_skip_layers", None):
+            return "layers without the others' 8-bit KV cache; set --kv-cache-dtype auto"
+    elif cache.cache_dtype not in ("auto", "bfloat16", "float16"):
+        return f"kv_cache_dtype {cache.cache_dtype}; set --kv-cache-dtype auto or fp8"
+    elif spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"a KV cache of {spec.dtype}; set --kv-cache-dtype auto or fp8"
     if kv_cache_config.needs_kv_cache_zeroing:
         return "blocks are zeroed before they are used again, which a source might be"
     if spec.block_size != cache.block_size:
@@ -132,7 +138,7 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, no_rows: st
         return "speculative decoding; leave --speculative-config out"
     try:
         rotary(model.hf_text_config, model.get_head_size())
-        cache_layout(spec.dtype, spec.block_size, spec.head_size)
+        cache_layout(vllm_config, spec.block_size, spec.head_size)
     except ValueError as e:
         return str(e)
     return ""
@@ -153,7 +159,7 @@ def rotary(config: Any, head_size: int) -> tuple[torch.Tensor, bool]:
     return inverse_frequencies(parameters, head_size), True
 
 
-def cache_layout(dtype: torch.dtype, block_size: int, head_size: int) -> Layout:
+def cache_layout(vllm_config: VllmConfig, block_size: int, head_size: int) -> Layout:
     """Where vLLM's attention keeps what in a block; UsageError where that is not known."""
     from vllm.platforms import current_platform
 
@@ -162,12 +168,28 @@ def cache_layout(dtype: torch.dtype, block_size: int, head_size: int) -> Layout:
     # vLLM's CPU attention packs its blocks for the instruction set that it chooses here.
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    isa = _get_attn_isa(dtype, block_size, head_size)
-    if isa == "amx":
+    kept_as = vllm_config.cache_config.cache_dtype
+    isa = _get_attn_isa(vllm_config.model_config.dtype, block_size, head_size, kept_as)
+    if isa == "amx" and kept_as not in _FLOAT8:
         return "cpu_amx"
     if isa in ("vec", "vec16"):
         return "cpu_vec"
-    raise UsageError(f"vLLM's CPU attention for {isa} keeps keys in an unknown layout")
+    kind = f"{isa} and {kept_as}" if kept_as in _FLOAT8 else isa
+    raise UsageError(f"vLLM's CPU attention for {kind} keeps keys in an unknown layout")
+
+
+def kept(cache: torch.Tensor, vllm_config: VllmConfig) -> torch.Tensor:
+    """A layer's cache as what its bytes are; vLLM holds 8-bit floats as integers."""
+    kind = _FLOAT8.get(vllm_config.cache_config.cache_dtype)
+    return cache.view(kind) if kind else cache
+
+
+# Caches of 8-bit floats with one scale a layer, a constant: that of a rotated key is the key's own.
+_FLOAT8 = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 
 
 # Options of such models with which one set of frequencies is not the whole truth.
