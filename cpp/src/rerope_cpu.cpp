@@ -182,6 +182,9 @@ void fill_tables(const ReropeArgs& args, const LayerPlan& plan, const std::int64
     cos_table[slot] = c;
     sin_table[slot] = s;
   };
+  // Of a step that holds halves of two rows, each half has all angles.
+  const auto num_pairs = static_cast<std::int64_t>(inv_freq.size());
+  const bool repeats = kernel.order == ElementOrder::kLanes && 2 * num_pairs == kernel.step;
   for (std::size_t i = 0; i < inv_freq.size(); ++i) {
     const std::int64_t delta = deltas[args.axes.empty() ? 0 : args.axes[i]];
     const double angle = static_cast<double>(delta) * static_cast<double>(inv_freq[i]);
@@ -193,6 +196,7 @@ void fill_tables(const ReropeArgs& args, const LayerPlan& plan, const std::int64
       put(2 * pair + 1, c, s);
     } else {
       put(pair, c, s);
+      if (repeats) put(pair + num_pairs, c, s);
     }
   }
 }

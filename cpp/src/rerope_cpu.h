@@ -46,7 +46,8 @@ enum class ElementOrder {
 
 struct RotateKernel {
   RotateBlock run = nullptr;                  // null where a layout does not hold the type
-  ElementOrder order = ElementOrder::kPlain;  // of each step of a table; the last has gaps
+  ElementOrder order = ElementOrder::kPlain;  // of each step of a table; the last has gaps, or,
+                                              // of kLanes and half full, its entries twice
   std::int64_t step = 1;                      // elements
   // A table has an entry for each element, -sin and +sin in turn, rather than for each pair.
   bool expanded = false;

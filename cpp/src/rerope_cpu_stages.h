@@ -44,15 +44,6 @@ inline void exchange_halves(Bytes* a, Bytes* b) {
   *a = first;
 }
 
-// Each table entry of the first half of a step, for the second half as well.
-inline void repeat_half(const float* table, float* repeated) {
-  for (int v = 0; v < kFloat8Step / kWidth; ++v) {
-    auto half = (__m512i)load(table + v * kWidth), same = half;
-    exchange_halves(&half, &same);
-    store_bits(repeated + v * kWidth, half);
-  }
-}
-
 // Two steps of each row, from `at` elements into it on; NeoX: a step and its partners.
 // kIsRowPair: a step of each row, two rows at a time. S: a Step, or a PairStep where pairs are
 // neighbours. kHasRest: what is not rotated is copied later.
@@ -147,13 +138,6 @@ template <typename S, bool kStream, bool kIsRowPair, bool kHasRest>
 void rotate_rows_in_stages(const RotateArgs& by_reference) {
   const RotateArgs args = by_reference;  // a copy, which stores through dst cannot alias
   constexpr bool kIsNeox = !S::kSplitsPairs;
-  if constexpr (kIsNeox && kIsRowPair) {  // so that a step holds halves of one kind
-    alignas(64) float repeated[2][kFloat8Step];
-    repeat_half(args.cos_table, repeated[0]);
-    repeat_half(args.sin_table, repeated[1]);
-    return rotate_columns<S, kStream, kIsRowPair, kHasRest>(args, args.rotary_offset, repeated[0],
-                                                            repeated[1]);
-  }
   // Two steps have as many angles as one has elements.
   for (int64_t i = 0; i < args.rotary_dim / 2; i += kFloat8Step) {
     rotate_columns<S, kStream, kIsRowPair, kHasRest>(
