@@ -18,6 +18,7 @@ from peers.frame import Bench, num_cpus
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM = 8, 256, 16, 8, 128
 DELTA = 12_345
+TARGETS = {"kvspan copy + rotate": 0.7, "kvspan in place": 0.6}
 
 
 def run(bench: Bench) -> None:
@@ -71,11 +72,46 @@ def run(bench: Bench) -> None:
                     contestants,
                     baseline="torch copy_",
                     num_bytes=num_bytes,
-                    targets={"kvspan copy + rotate": 0.7, "kvspan in place": 0.6},
+                    targets=TARGETS,
                 )
+            for dtype in float8:
+                for head_dim, is_neox in ((64, True), (HEAD_DIM, False), (64, False)):
+                    other_rows(bench, torch, dtype, head_dim, is_neox, threads)
         llama_8b(bench, torch, before)
     finally:
         torch.set_num_threads(before)
+
+
+def other_rows(
+    bench: Bench, torch: Any, dtype: Any, head_dim: int, is_neox: bool, threads: int
+) -> None:
+    """8-bit rows of another length, or whose pairs are neighbours: as many bytes as above."""
+    num_blocks = NUM_BLOCKS * HEAD_DIM // head_dim
+    random = np.random.default_rng(0)
+    src, dst = (random.permutation(num_blocks) for _ in range(2))
+    deltas = np.full(num_blocks, DELTA)
+    inv_freq = [(10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)).float()] * NUM_LAYERS
+    shape = (num_blocks, BLOCK_SIZE, NUM_KV_HEADS, head_dim)
+    keys = [torch.randn(shape).to(dtype) for _ in range(NUM_LAYERS)]
+    out = [torch.empty_like(k) for k in keys]
+    pairs = "" if is_neox else ", interleaved"
+    bench.compare(
+        f"{str(dtype).removeprefix('torch.')}, heads of {head_dim}{pairs}, {threads} thread(s)",
+        {
+            "torch copy_": lambda: [x.copy_(y) for x, y in zip(out, keys, strict=True)],
+            "kvspan copy + rotate": lambda: ops.rerope_layers(
+                keys, out, [], [], src, dst, deltas, inv_freq,
+                is_neox=is_neox, num_threads=threads,
+            ),
+            "kvspan in place": lambda: ops.rerope_layers(
+                keys, keys, [], [], src, src, deltas, inv_freq,
+                is_neox=is_neox, num_threads=threads,
+            ),
+        },
+        baseline="torch copy_",
+        num_bytes=2 * sum(k.nbytes for k in keys),
+        targets=TARGETS,
+    )  # fmt: skip
 
 
 def llama_8b(bench: Bench, torch: Any, num_threads: int) -> None:
