@@ -52,7 +52,7 @@ inline void rotate_columns(const RotateArgs& args, int64_t at, const float* cos_
                            const float* sin_table) {
   constexpr bool kIsNeox = !S::kSplitsPairs;
   const auto bytes_between = [](const void* from, const void* to) {
-    return static_cast<const char*>(to) - static_cast<const char*>(from);
+    return reinterpret_cast<intptr_t>(to) - reinterpret_cast<intptr_t>(from);
   };
   // To the same place in the block to come.
   const int64_t src_ahead = args.next_src ? bytes_between(args.src, args.next_src) : 0;
@@ -87,7 +87,8 @@ inline void rotate_columns(const RotateArgs& args, int64_t at, const float* cos_
       prefetch<char>(in_1 + src_ahead, -args.rotary_offset, args.row_size);
       if (kIsRowPair) prefetch<char>(in_2 + src_ahead, -args.rotary_offset, args.row_size);
     }
-    if (--loads_left > 0) in = in_2 - (kIsRowPair ? 0 : partner) + src.next();  // else again
+    // After the last one the same again, which nothing comes of.
+    if (--loads_left > 0) in = in_2 - (kIsRowPair ? 0 : partner) + src.next();
   };
   // Half of the row that is taken apart: of each step two vectors.
   const auto rotate_part = [&](int part, F32* y) {
@@ -148,8 +149,9 @@ void rotate_rows_in_stages(const RotateArgs& by_reference) {
 // Whether it did.
 template <typename S, bool kStream>
 inline bool try_rotate_rows_in_stages(const RotateArgs& args) {
-  const bool is_row_pair =
-      args.rotary_dim == kFloat8Step && args.num_outer * args.num_inner % 2 == 0;
+  const int64_t num_rows = args.num_outer * args.num_inner;
+  if (num_rows == 0) return true;
+  const bool is_row_pair = args.rotary_dim == kFloat8Step && num_rows % 2 == 0;
   if (!is_row_pair && args.rotary_dim % (2 * kFloat8Step) != 0) return false;
   const bool has_rest = args.src != args.dst && args.row_size != args.rotary_dim;
   if (is_row_pair) {
