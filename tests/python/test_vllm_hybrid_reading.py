@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_store_machine import GEOMETRY, ROOT, SIZE, Machine, digest
 from kvspan.host import DiskLevel, HostTier
 from kvspan.vllm.hybrid import store as stores
 from kvspan.vllm.hybrid.entries import full_name
@@ -15,7 +16,6 @@ from kvspan.vllm.hybrid.plans import Plan
 from kvspan.vllm.hybrid.policy import Policy
 from kvspan.vllm.hybrid.tracking import Track
 from slow_disk import WAIT, SlowDisk, leave_on_disk, nothing_is_held
-from test_vllm_hybrid_store import GEOMETRY, ROOT, SIZE, Machine, digest
 
 TOKENS = list(range(100))
 
