@@ -25,7 +25,7 @@ CONNECTOR = {
     "kv_connector_module_path": "kvspan.vllm.connector",
     "kv_role": "kv_both",
 }
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -40,7 +40,7 @@ _SIZES: dict[str, Any] = {
 
 def save_tiny(name: str, folder: Path) -> Path:
     torch.manual_seed(0)
-    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[name](**_SIZES)
+    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[name](**SIZES)
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     return folder
 
@@ -94,10 +94,13 @@ class Served:
             "disable_log_stats": True,
             "num_gpu_blocks_override": num_blocks,
         }
-        self.llm = LLM(str(folder), **{**settings, **options})
+        # First, since vLLM changes the classes of transformers that it runs some models by; what
+        # they ask for then is set below.
         self.reference = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        self.reference.base_model.do_not_compile = True
+        self.llm = LLM(str(folder), **{**settings, **options})
         self.block_size = self.llm.llm_engine.vllm_config.cache_config.block_size
         Served._live = self
 

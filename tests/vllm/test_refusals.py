@@ -191,7 +191,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_one_warning_where_spans_are_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    monkeypatch.setattr(support, "NEOX_MODELS", ("another",))
+    monkeypatch.setattr(support, "IS_NEOX", {"another": True})
     served = Served(save_tiny("llama", tmp_path), num_blocks=40, max_model_len=512)
     (output,) = served.ask([make([0, 1], seed=3)])
     served.close()

@@ -152,11 +152,9 @@ def rotary(config: Any, head_size: int) -> tuple[torch.Tensor, bool]:
     for name, reason in _OTHER_ROTATIONS.items():
         if getattr(config, name, None):
             raise UsageError(f"{reason} ({name})")
-    if config.model_type not in NEOX_MODELS:
-        raise UsageError(
-            f"model type {config.model_type}; expected one of {', '.join(NEOX_MODELS)}"
-        )
-    return inverse_frequencies(parameters, head_size), True
+    if config.model_type not in IS_NEOX:
+        raise UsageError(f"model type {config.model_type}; expected one of {', '.join(IS_NEOX)}")
+    return inverse_frequencies(parameters, head_size), IS_NEOX[config.model_type]
 
 
 def cache_layout(vllm_config: VllmConfig, block_size: int, head_size: int) -> Layout:
@@ -199,8 +197,24 @@ _OTHER_ROTATIONS = {
     "dual_chunk_attention_config": "dual chunk attention",
 }
 
-# Model types whose keys rotate in NeoX pairs in vLLM, in every layer, with these frequencies.
-NEOX_MODELS = ("llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "olmo2")
+# Model types whose keys rotate in every layer with these frequencies, and whether in NeoX pairs.
+IS_NEOX = {
+    "llama": True,
+    "mistral": True,
+    "mixtral": True,
+    "qwen2": True,
+    "qwen2_moe": True,
+    "qwen3": True,
+    "qwen3_moe": True,
+    "gemma": True,
+    "granite": True,
+    "granitemoe": True,
+    "olmo2": True,
+    "olmoe": True,
+    "phi3": True,
+    "stablelm": True,
+    "cohere": False,
+}
 
 
 def version_note(version: str) -> str:
