@@ -59,9 +59,10 @@
 // hashed where they are independent: of different prompts, of spans of one prompt, of a span and
 // the text before it. So one prompt with spans costs less than one without; the least is gained
 // where one-block spans and one block of text take turns (blocks of 16: 3 runs where a block of
-// text has 2). What a layout adds shows where pairs gain nothing, which is without SHA instructions,
-// and in a batch of prompts, where those without spans are hashed in pairs too. It is the 32 bytes:
-// 1 / 4b for spans of b blocks of 16, 1 / 10b for blocks of 64, so 0.8% and 1.3% for 512 tokens.
+// text has 2). What a layout adds shows where pairs gain nothing, which is without SHA
+// instructions, and in a batch of prompts, where those without spans are hashed in pairs too. It is
+// the 32 bytes: 1 / 4b for spans of b blocks of 16, 1 / 10b for blocks of 64, so 0.8% and 1.3% for
+// 512 tokens.
 #pragma once
 
 #include <cstddef>
