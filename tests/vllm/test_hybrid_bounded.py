@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -143,7 +144,7 @@ def test_bound_that_does_not_hold_is_replayed_exactly(
 
 
 def test_server_that_keeps_no_decays(olmo: HybridServed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(olmo.side.settings, "layers", None)
+    monkeypatch.setattr(olmo.side, "_options", replace(olmo.side._options, decay=False))
     (answer,) = olmo.ask([BASE[:100]], 1, replay="bounded:0.1")
     assert answer.replay["refused"] == (
         "kv_transfer_params.kvspan.replay: bounded needs a server that keeps decays; expected its "
