@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from peers.frame import Bench, machine
+from peers.rerope import torch_rotate
 
 from kvspan import ops
 from kvspan.host import CopyQueue
@@ -138,22 +139,6 @@ def move_cache(bench: Bench, device: str, dtype: torch.dtype, num_blocks: int) -
             num_bytes=num_bytes,
             targets=dict.fromkeys(ours, 0.8) if device == "cuda" else {},
         )
-
-
-def torch_rotate(
-    keys: Pools,
-    out: Pools,
-    src: torch.Tensor,
-    dst: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-) -> None:
-    """What a model's own rotary code would do: gather, rotate in float32, scatter."""
-    half = HEAD_DIM // 2
-    for k, o in zip(keys, out, strict=True):
-        x = k[src].float()
-        a, b = x[..., :half], x[..., half:]
-        o[dst] = torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(o.dtype)
 
 
 def host_copies(bench: Bench, device: str, num_blocks: int) -> None:
