@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvspan.errors import UsageError
+from kvspan.query.checks import MAX_MAX_TOKENS
 
 if TYPE_CHECKING:
     from kvspan.engine import Engine
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 # Beyond these a mistake is more likely than a need, and libraries below end the process.
 _MOST_BLOCK_TOKENS, _MOST_THREADS = 65_536, 1024
-MOST_COUNTED = 2**31 - 1  # of tokens, calls and the like; as in `kvspan.query.checks`
+MOST_COUNTED = MAX_MAX_TOKENS  # of calls, too
 
 
 def add_query_options(parser: argparse.ArgumentParser) -> None:
